@@ -47,7 +47,7 @@ setup(
     packages=[*find_packages(include=["verl_precision", "verl_precision.*"]), *SHIPPED],
     package_dir=SHIPPED,
     package_data={
-        "verl_precision": ["py.typed", "**/*.yaml", "**/*.json", "**/*.html", "**/*.js", "tools/jobs/prompts.txt"],
+        "verl_precision": ["py.typed", "**/*.yaml", "**/*.json", "**/*.html", "**/*.js", "**/*.txt"],
         "verl_precision.patches": ["README.md", "*/*.patch", "*/hashes.json"],
         "verl_precision.recipes": ["README.md", "*/[!_]*"],
         "verl_precision.requirements": ["*.lock"],

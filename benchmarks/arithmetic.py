@@ -25,7 +25,7 @@ from verl_precision.base.dtypes import HALF
 from verl_precision.engine.arithmetic_choice import INNER, VARIABLE
 from verl_precision.engine.settings import ShadowSettings
 from verl_precision.integration.engine.single_rank import one_rank
-from verl_precision.tools.engines.engine import Request
+from verl_precision.tools.engines.engine import Request, SamplerSettings
 from verl_precision.tools.engines.engine_process import EngineProcess
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 
@@ -77,8 +77,9 @@ def step(model: Path, dtype: str, arithmetic: str) -> Callable[[], None]:
 
 
 def server(model: Path, dtype: str, arithmetic: str) -> EngineProcess:
-    build = partial(VllmEngine, str(model), dtype, 512, log_probs=True, arithmetic=arithmetic, **NO_END)
-    return EngineProcess(build, f"{dtype}-{arithmetic}", model.parent / "logs")
+    own = {"log_probs": True, "arithmetic": arithmetic, "more": NO_END}
+    settings = SamplerSettings(model=str(model), dtype=dtype, max_model_len=512, **own)
+    return EngineProcess(partial(VllmEngine, settings), f"{dtype}-{arithmetic}", model.parent / "logs")
 
 
 def draw(one: EngineProcess) -> None:

@@ -24,7 +24,7 @@ import injected_faults
 import numpy as np
 from rich.console import Console
 
-from verl_precision.tools.engines.engine import Request
+from verl_precision.tools.engines.engine import Request, SamplerSettings, ScorerSettings
 from verl_precision.tools.engines.engine_process import EngineProcess
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
@@ -170,10 +170,13 @@ def _made(job: Explanation, folder: Path, side: str) -> float:
     trained = {one["problem"]: one for one in lines[1:] if one.get("train") == "trainer"}
     length = 48 + max(map(len, prompts)) + 1
     if side == "rollout":
-        settings = {"log_probs": True, "enforce_eager": True, "enable_prefix_caching": False}
-        build = partial(VllmEngine, job.rollout_model or job.model, job.rollout_dtype, length, **settings)
+        more = {"enforce_eager": True, "enable_prefix_caching": False}
+        names = {"model": job.rollout_model or job.model, "dtype": job.rollout_dtype}
+        build = partial(VllmEngine, SamplerSettings(**names, max_model_len=length, log_probs=True, more=more))
     else:
-        build = partial(TrainerEngine, job.model, job.train_dtype, "sdpa", job.micro_batch_tokens, packed=job.packed)
+        sizes = {"micro_batch_tokens": job.micro_batch_tokens, "packed": job.packed}
+        settings = ScorerSettings(model=job.model, dtype=job.train_dtype, attention="sdpa", **sizes)
+        build = partial(TrainerEngine, settings)
     right = {}
     with closing(EngineProcess(build, "right", folder / "logs")) as engine:
         for problem, one in drawn.items():

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from verl_precision.base.tiny_model import cached_tiny_model
+from verl_precision.tools.engines.engine import SamplerSettings, ScorerSettings
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 
@@ -89,9 +90,9 @@ IN_VLLM = {
 }  # fmt: skip
 
 
-def faulty_vllm(*args: Any, faults: dict[str, float], **settings: Any) -> VllmEngine:
+def faulty_vllm(settings: SamplerSettings, faults: dict[str, float]) -> VllmEngine:
     """Return a right engine with faults of `IN_VLLM`, each with its size."""
-    engine = VllmEngine(*args, **settings)
+    engine = VllmEngine(settings)
     for name, size in faults.items():
         engine._engine.apply_model(partial(IN_VLLM[name], size=size))
     return engine
@@ -123,7 +124,7 @@ def _across_sequences(module, query, key, value, attention_mask, scaling, **kwar
     return attended.transpose(1, 2).contiguous(), None
 
 
-def faulty_trainer(*args: Any, epsilon: float = 1.0, **settings: Any) -> TrainerEngine:
+def faulty_trainer(settings: ScorerSettings, epsilon: float = 1.0) -> TrainerEngine:
     """Return a right trainer, to which two wrong kernels are known; its norms' epsilon may be another."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -131,7 +132,7 @@ def faulty_trainer(*args: Any, epsilon: float = 1.0, **settings: Any) -> Trainer
     for name, kernel in (("softmax_in_16_bits", _softmax_in_16_bits), ("across_sequences", _across_sequences)):
         ALL_ATTENTION_FUNCTIONS.register(name, kernel)
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    engine = TrainerEngine(*args, **settings)
+    engine = TrainerEngine(settings)
     _epsilon(engine._engine.module, epsilon)
     return engine
 

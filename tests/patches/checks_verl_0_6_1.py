@@ -1,7 +1,7 @@
 """What the series for verl 0.6.1 promises, run by test_releases.py in a process whose verl is the tree.
 
-Every test here fails in the release and passes with the series, but for those named test_default_..., which pass in
-both. Oracles are written plainly, in float64, from the equations.
+Every test here fails in the release and passes with the series, but for test_default_update_is_written_down, which
+passes in both. Oracles are written plainly, in float64, from the equations.
 """
 
 import hashlib
@@ -19,9 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch as correct_batch
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights as correction_weights
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import reduce_metrics
 from verl.workers.actor import DataParallelPPOActor
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
@@ -67,9 +65,9 @@ def parameters(actor):
     return torch.cat([p.detach().flatten() for p in actor.actor_module.parameters()])
 
 
-def compose_ppo(*overrides, name="ppo_trainer"):
+def compose_ppo(*overrides):
     with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose(name, overrides=list(overrides))
+        return compose("ppo_trainer", overrides=list(overrides))
 
 
 # Patch 0001
@@ -88,12 +86,6 @@ def test_aggregation_is_dr_grpo_however_the_mini_batch_is_cut(cut):
     torch.testing.assert_close(wider, oracle)  # twice the same responses: the same mean
 
 
-def test_default_aggregation_is_the_mean_over_tokens():
-    losses, mask = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
-    assert actor_config().loss_agg_mode == "token-mean"
-    torch.testing.assert_close(agg_loss(losses, mask, "token-mean"), torch.tensor(7 / 3))
-
-
 # Patch 0002
 def test_param_dtype_decides_on_autocast_and_scaling():
     half = make_actor(fsdp_config=FSDPEngineConfig(mixed_precision={"param_dtype": "fp16"}))
@@ -105,19 +97,7 @@ def test_param_dtype_decides_on_autocast_and_scaling():
     assert full.scaler is None and full.param_dtype == torch.float32
 
 
-def test_default_dtype_is_bfloat16_without_scaler():
-    actor = make_actor()
-    assert actor.param_dtype == torch.bfloat16 and actor.scaler is None
-
-
 # Patch 0003
-@pytest.mark.parametrize("name", ["ppo_trainer", "ppo_megatron_trainer"])
-def test_default_dtypes_resolve_to_bfloat16(name):
-    config = compose_ppo(name=name).actor_rollout_ref
-    assert config.rollout.dtype == "bfloat16"
-    assert (config.ref.fsdp_config if name == "ppo_trainer" else config.ref.megatron).dtype == "bfloat16"
-
-
 def test_reference_and_rollout_follow_the_actor_until_told_otherwise():
     for told, rollout in (((), "float16"), (("actor_rollout_ref.rollout.dtype=bfloat16",), "bfloat16")):
         config = compose_ppo("actor_rollout_ref.actor.fsdp_config.dtype=float16", *told).actor_rollout_ref
@@ -131,14 +111,6 @@ def half_actor(**grad_scaler):
     return make_actor(fsdp_config=FSDPEngineConfig(dtype="float16", grad_scaler=GradScalerConfig(**grad_scaler)))
 
 
-def test_scaler_is_on_with_its_settings_and_reports():
-    actor = half_actor(init_scale=1024.0, growth_interval=1)
-    assert actor.scaler.is_enabled() and actor.scaler.get_scale() == 1024.0
-    metrics = actor.update_policy(make_data())
-    assert metrics["actor/loss_scale"] == [2048.0] and metrics["actor/skipped_update"] == [0.0]  # grown after one step
-    assert math.isfinite(metrics["actor/grad_norm"][0])
-
-
 def test_overflow_skips_the_update_backs_off_and_leaves_the_mean_norm_finite():
     actor = half_actor(init_scale=2.0**100)
     before = parameters(actor)
@@ -146,19 +118,6 @@ def test_overflow_skips_the_update_backs_off_and_leaves_the_mean_norm_finite():
     assert torch.equal(parameters(actor), before)
     assert metrics["actor/loss_scale"] == [2.0**99] and metrics["actor/skipped_update"] == [1.0]
     assert "actor/grad_norm" not in metrics
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"), [("init_scale", 0.0), ("growth_factor", 1.0), ("backoff_factor", 1.0), ("growth_interval", 0)]
-)
-def test_settings_out_of_bounds_are_refused_by_name(setting, value):
-    with pytest.raises(ValueError, match=f"grad_scaler.{setting}"):
-        half_actor(**{setting: value})
-
-
-def test_settings_come_from_the_command_line():
-    config = compose_ppo("actor_rollout_ref.actor.fsdp_config.grad_scaler.growth_interval=7")
-    assert omega_conf_to_dataclass(config.actor_rollout_ref.actor.fsdp_config).grad_scaler.growth_interval == 7
 
 
 # Patch 0005
@@ -184,12 +143,6 @@ def test_a_resumed_run_goes_on_with_its_scale_and_counter(tmp_path, used):
     assert resumed.scaler.get_scale() == actor.scaler.get_scale() == 1024.0
     assert resumed.scaler.state_dict()["_growth_tracker"] == actor.scaler.state_dict()["_growth_tracker"] > 0
     assert resumed.scaler.get_backoff_factor() == 0.25  # of the configuration
-
-
-def test_default_checkpoint_has_the_keys_it_had(tmp_path):
-    manager(make_actor()).save_checkpoint(str(tmp_path))
-    extra = torch.load(tmp_path / "extra_state_world_size_1_rank_0.pt", weights_only=False)
-    assert set(extra) == {"lr_scheduler", "rng"}
 
 
 # Patch 0006
@@ -234,20 +187,6 @@ def test_gradient_is_the_equation(estimator):
     torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=0.0)
 
 
-def test_the_guard_is_beyond_every_ratio_of_use_and_finite():
-    for log_ratio, wanted in ((65.0, math.exp(65.0)), (500.0, torch.finfo(torch.float32).max / 1e10)):
-        one = torch.ones(1, 1)
-        gradient = policy_gradient("pg_seq_is", -one, -one - log_ratio, one, one)
-        assert -gradient.item() == pytest.approx(wanted, rel=1e-4)
-
-
-@pytest.mark.parametrize("threshold", [None, 0.0, float("nan")])
-def test_truncation_without_its_threshold_is_refused_by_name(threshold):
-    one = torch.ones(1, 1)
-    with pytest.raises(ValueError, match="policy_loss.rollout_is_threshold"):
-        policy_gradient("pg_seq_mis", one, one, one, one, threshold)
-
-
 def test_the_actor_weighs_on_policy_too():
     """One mini-batch, one epoch: the release then takes log_prob.detach() for old_log_probs; every ratio is 1."""
     rollout = torch.full((ROWS, WIDTH), -4.0)  # the model is near uniform, -log 32 = -3.47: ratios of about e^(0.5 n)
@@ -275,16 +214,6 @@ def test_one_sided_masking_is_the_equation_and_keeps_the_response_in_the_denomin
     assert metrics["rollout_corr/rollout_is_masked_fraction"] == pytest.approx(3 / len(log_ratios))
 
 
-def test_an_unknown_mode_is_refused_by_name():
-    with pytest.raises(ValueError, match="rollout_is_mode: cut"):
-        correction_weights(torch.zeros(1, 1), torch.ones(1, 1), rollout_is_mode="cut")
-
-
-def test_default_weights_are_truncated():
-    weights, _ = correction_weights(torch.tensor([[2.0], [0.5]]), torch.ones(2, 1))
-    assert weights.flatten().tolist() == pytest.approx([2.0, math.exp(0.5)])
-
-
 # Patch 0008
 def test_mismatch_metrics_are_their_formulas():
     from verl.trainer.ppo.mismatch_metrics import compute_mismatch_metrics
@@ -301,15 +230,6 @@ def test_mismatch_metrics_are_their_formulas():
     assert compute_mismatch_metrics(trainer, rollout, torch.zeros(3, 3)) == {}
 
 
-def test_k3_of_a_small_gap_is_not_rounding():
-    from verl.trainer.ppo.mismatch_metrics import compute_mismatch_metrics
-
-    rollout = torch.tensor([[-1.0]])
-    trainer = rollout + 2.0**-16  # k3 = d²/2 = 1.16e-10; float32 has nothing left of exp(d) - d - 1
-    metrics = compute_mismatch_metrics(trainer, rollout, torch.ones(1, 1))
-    assert metrics["mismatch/k3_kl"] == pytest.approx(2.0**-33, rel=1e-4)
-
-
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_the_actor_measures_before_the_first_update_whatever_the_cut(epochs):
     found = []
@@ -321,17 +241,6 @@ def test_the_actor_measures_before_the_first_update_whatever_the_cut(epochs):
         found.append({key: values[0] for key, values in metrics.items()})
     assert found[:2] == [pytest.approx(found[2], rel=2e-2)] * 2
     assert found[0]["mismatch/log_prob_gap_abs_mean"] == pytest.approx(0.53, abs=0.1)
-
-
-def test_measuring_without_rollout_log_probs_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"actor\.mismatch_metrics=True needs .*calculate_log_probs=True"):
-        make_actor(mismatch_metrics=True).update_policy(make_data())
-
-
-def test_default_update_has_no_new_metric():
-    metrics = make_actor().update_policy(make_data(torch.full((ROWS, WIDTH), -4.0)))
-    assert not [key for key in metrics if key.startswith("mismatch/")]
-    assert not {"actor/loss_scale", "actor/skipped_update", "actor/is_weight_mean"} & set(metrics)
 
 
 # What whoever sets nothing gets, bit for bit: test_releases.py compares what the release and the patched tree write.

@@ -49,7 +49,7 @@ def run(monkeypatch):
     return run
 
 
-def test_writes_rows_in_verls_format_with_right_answers_and_says_what_is_next(tmp_path, capsys, run):
+def test_writes_rows_in_verls_format_with_right_answers_and_says_what_is_next(tmp_path, capsys, monkeypatch, run):
     folder = tmp_path / "new" / "task"
     run(str(folder))
     data = read_data_set(folder / "problems.jsonl")
@@ -61,13 +61,10 @@ def test_writes_rows_in_verls_format_with_right_answers_and_says_what_is_next(tm
     assert f"verl-precision sanity-set {folder}/problems.jsonl --model {folder}/model" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="exists; nothing was written"):
         run(str(folder))
-
-
-def test_interrupted_it_leaves_nothing_that_looks_complete(tmp_path, monkeypatch, run):
     monkeypatch.setattr(make_task, "write_problems", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        run(str(tmp_path / "new" / "task"))
-    assert list((tmp_path / "new").iterdir()) == []
+        run(str(folder.with_name("other")))
+    assert [path.name for path in folder.parent.iterdir()] == ["task"], "nothing that looks complete"
 
 
 def test_reward_is_exact(load_script):
@@ -160,8 +157,10 @@ def accuracy(trained):
 
 # Trained to the end, which takes most of a minute: tests/e2e/test_sanity_set.py has its sanity set in CI.
 @pytest.mark.matrix
-def test_accuracies_spread_over_the_whole_range(accuracy):
+def test_training_stops_when_it_knows_enough_and_accuracies_spread_over_the_whole_range(trained, accuracy):
     """Each fifth of [0, 1] has its problems, and the window of the sanity test hundreds."""
+    steps, known = zip(*trained[1], strict=True)
+    assert known[-1] >= KNOWN > max(known[:-1]) and steps[-1] < 1000
     assert torch.histc(accuracy, 5, 0, 1).min() >= 20
     assert ((accuracy >= 0.2) & (accuracy <= 0.8)).sum() >= 150
 
@@ -178,29 +177,18 @@ def test_it_has_the_habit_it_was_taught(trained, accuracy):
     assert torch.corrcoef(torch.stack([slips[carried], rates[carried]]))[0, 1] > 0.5
 
 
-@pytest.mark.matrix
-def test_training_stops_when_it_knows_enough(trained):
-    steps, known = zip(*trained[1], strict=True)
-    assert known[-1] >= KNOWN > max(known[:-1]) and steps[-1] < 1000
-
-
-def test_prompt_is_the_sum_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr(make_task, "KNOWN", 0.0)  # stop at the first look
-    build_model(tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    prompt = [{"role": "user", "content": "47+8="}]
-    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-    assert tokenizer.decode(ids) == "47+8="
-    assert len(tokenizer) == json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"]
-
-
-def test_first_steps_are_the_same_twice(tmp_path, monkeypatch):
+def test_first_steps_are_the_same_twice_and_a_prompt_is_the_sum_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(make_task, "KNOWN", 0.0)  # stop at the first look
     for name in "ab":
         torch.manual_seed(ord(name))  # the caller's random state has no say
         build_model(tmp_path / name)
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     assert all(torch.equal(first[key], second[key]) for key in first)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
+    prompt = [{"role": "user", "content": "47+8="}]
+    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.decode(ids) == "47+8="
+    assert len(tokenizer) == json.loads((tmp_path / "a" / "config.json").read_text())["vocab_size"]
 
 
 def test_a_model_that_does_not_learn_is_an_error(tmp_path, monkeypatch):

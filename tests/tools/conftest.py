@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from verl_precision.cli import app
 from verl_precision.tools.gap.explain import session as explain_session
 from verl_precision.tools.gap.pairs.settings import MismatchJob
-from verl_precision.tools.jobs import frame
+from verl_precision.tools.jobs import job
 from verl_precision.tools.jobs.journal import Journal
 from verl_precision.tools.jobs.store import Store
 
@@ -32,7 +32,7 @@ def typed() -> Callable[..., tuple[int, str]]:
 def made_up(monkeypatch) -> MadeUp:
     """Every engine that a job starts is made up."""
     made = MadeUp()
-    monkeypatch.setattr(frame, "start_engine", made.start)
+    monkeypatch.setattr(job, "start_engine", made.start)
     monkeypatch.setattr(explain_session, "rounded_copy", lambda model, dtype, target: model)
     return made
 

@@ -185,7 +185,7 @@ def selftest(
         Path | None, Option(help="Folder of the results. Checks that passed there are not repeated.")
     ] = None,
 ) -> None:
-    """Test whether this machine is fit for FP16 RL: overflows, log-probs, weight syncs, short runs, planted faults.
+    """Test whether this machine is fit for FP16 RL: updates with overflows, weight syncs, short runs, planted faults.
 
     Part A tests the engine, part B the whole stack with verl, vLLM and Ray. One GPU is enough; on a CPU the checks that
     need one are not run, and the table says why. Writes selftest.json and the log of each check. The exit code is 1 if

@@ -11,10 +11,10 @@ from verl_precision.base.errors import after_ctrl_c
 from verl_precision.cli.verb import ENGINES, FIGURES, console, silence_third_party, verb
 
 if TYPE_CHECKING:  # pydantic makes their classes: half of the time of a page of help
-    from verl_precision.tools.jobs.settings import Job
+    from verl_precision.tools.jobs.settings import JobSettings
 
 
-def _run(job: "Job", session: Callable[[Any, Console], object]) -> None:
+def _run(job: "JobSettings", session: Callable[[Any, Console], object]) -> None:
     with after_ctrl_c(f"every process has ended. What is done is in {job.folder}; the same command continues"):
         session(job, console)
 

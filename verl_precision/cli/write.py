@@ -22,9 +22,8 @@ def export(
 ) -> None:
     """Write a checkpoint of an FSDP run as a Hugging Face folder, rounded once from FP32.
 
-    LoRA adapters are merged in FP32. The range of every weight is checked before anything is written: a weight that is
-    not finite in the dtype is refused by name. config.json says the dtype of the weights. A folder that exists is
-    refused.
+    LoRA adapters are merged in FP32. A weight that is not finite in the dtype is refused by name, and nothing is left.
+    config.json says the dtype of the weights. A folder that exists is refused.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress
 

@@ -21,7 +21,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 import verl_precision.integration.engine.single_rank as single_rank
 from verl_precision.base.tiny_model import cached_tiny_model
-from verl_precision.tools.engines.engine import Request
+from verl_precision.tools.engines.engine import Request, SamplerSettings, ScorerSettings
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 
@@ -65,9 +65,12 @@ for architecture in {architectures!r}:
     for dtype in ("bf16", "fp16"):
         path = str(cached_tiny_model(architecture.removesuffix("+lora")))
         adapter = drawn_adapter(path) if architecture.endswith("+lora") else None
-        trainer = TrainerEngine(path, dtype, "sdpa", 1024, packed=True, adapter=adapter)
+        trainer = TrainerEngine(ScorerSettings(
+            model=path, dtype=dtype, attention="sdpa", micro_batch_tokens=1024, packed=True, adapter=adapter
+        ))
         path = sent(trainer._engine, path, dtype) if adapter else path
-        engine = VllmEngine(path, dtype, 512, log_probs=True, enable_prefix_caching=True, max_num_seqs=4)
+        more = {"enable_prefix_caching": True, "max_num_seqs": 4}
+        engine = VllmEngine(SamplerSettings(model=path, dtype=dtype, max_model_len=512, log_probs=True, more=more))
         tokens, different = unequal(sampled(engine, 0), trainer)
         print("result", architecture, dtype, tokens, different, flush=True)
 

@@ -10,8 +10,7 @@ from pyarrow import parquet
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
 from verl_precision.tools.data.catalog import CATALOG, TEMPLATES, last_boxed
 from verl_precision.tools.data.prepare import prepare
-from verl_precision.tools.jobs.problems import read_data_set
-from verl_precision.tools.jobs.reward import load_reward
+from verl_precision.tools.jobs.problems import load_reward, read_data_set
 
 MATH = "DigitalLearningGmbH/MATH-lighteval"
 GURU = "P? Please output the final answer within \\boxed{}."
@@ -70,7 +69,10 @@ def test_stand_in_of_each_is_what_verl_and_its_reward_read(name, tmp_path):
         assert not reward.is_correct(problem, "It is \\boxed{1}.")
 
 
-def test_rows_by_hand(write):
+def test_rows_by_hand_and_their_number(write, tmp_path):
+    with pytest.raises(ConfigurationError, match="5 distinct problems in 5 rows; expected 7490 to 7500"):
+        write("math", MATH_ROWS, skip_size_check=False)
+    assert not (tmp_path / "out.parquet").exists()
     said, rows = write("math", MATH_ROWS)
     assert "5 distinct problems in 5 rows, template qwen_math; expected 7490 to 7500" in said
     system, user = rows[3]["prompt"]
@@ -78,12 +80,6 @@ def test_rows_by_hand(write):
     assert user == {"role": "user", "content": "Problem 3?"}
     assert rows[3]["reward_model"] == {"style": "rule", "ground_truth": "3"}
     assert rows[3]["data_source"] == "DigitalLearningGmbH/MATH-lighteval"
-
-
-def test_number_of_problems(write, tmp_path):
-    with pytest.raises(ConfigurationError, match="5 distinct problems in 5 rows; expected 7490 to 7500"):
-        write("math", MATH_ROWS, skip_size_check=False)
-    assert not (tmp_path / "out.parquet").exists()
     rows = [{"ID": f"{n}", "Problem": f"P{n}?", "Solution": "", "Answer": n} for n in range(30)]
     said, written = write("aime_2024", rows, skip_size_check=False)
     assert "30 distinct problems" in said and "; expected" not in said
@@ -104,10 +100,12 @@ def test_sets_to_evaluate_on(write, name, row, answer, source):
     assert "P?" in written["prompt"][-1]["content"]
 
 
-def test_the_configuration_of_a_repository_is_asked_for(monkeypatch, tmp_path):
+def test_the_configuration_of_a_repository_is_asked_for_and_no_network_says_what_to_do(monkeypatch, tmp_path):
     load_dataset = Mock(side_effect=ConnectionError("no network"))
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    with pytest.raises(EnvironmentMismatchError, match="openai/gsm8k cannot be downloaded"):
+    with pytest.raises(
+        EnvironmentMismatchError, match="openai/gsm8k cannot be downloaded.*--source FILE.*or --synthetic"
+    ):
         prepare("gsm8k", tmp_path / "out.parquet")
     load_dataset.assert_called_once_with(path="openai/gsm8k", name="main", data_files=None, split="test")
 
@@ -119,7 +117,6 @@ def test_dapos_copies_of_each_problem_are_one(write):
 
 
 def test_guru_gets_a_data_source_that_verl_knows(write, tmp_path):
-    """verl's default_compute_score raises NotImplementedError on Guru's own names."""
     row = {**VERL_ROW, "data_source": "math__deepscaler_preview", "prompt": [{"role": "user", "content": GURU}]}
     _, (out,) = write("guru_math", [row])
     assert (out["data_source"], out["extra_info"]["source"]) == ("math_dapo", "math__deepscaler_preview")
@@ -149,23 +146,9 @@ def test_templates_hold_the_question_once_and_say_where_the_answer_goes(template
     assert "\\boxed{}" in text or "<answer>" in text or "Answer:" in text
 
 
-def test_octothinkers_answers_are_read_by_a_reward_of_their_own(tmp_path):
-    prepare("math", tmp_path / "out.parquet", template="octothinker", synthetic=True)
-    problem = read_data_set(tmp_path / "out.parquet").problems[0]
-    reward = load_reward("pkg://verl_precision.tools.rewards.answer_tag")
-    assert reward.is_correct(problem, f"thought </think> <answer> {problem.ground_truth} </answer>")
-    assert not reward.is_correct(problem, f"<answer>{problem.ground_truth}</answer>")
-
-
-def test_no_network_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(EnvironmentMismatchError, match="--source FILE.*or --synthetic"):
-        prepare("aime_2024", tmp_path / "out.parquet")
-
-
 @pytest.mark.parametrize(("arguments", "code", "words"), [
     (["mth"], 1, "error: data mth: no such data set. Allowed: sanity, sanity_r1d, math"),
+    (["math", "--synthetic", "--task", "gcd"], 1, "--task gcd: math has no such option. Allowed: --output, --template"),
     (["math", "--template", "qwen"], 1, "error: --template qwen: no such template. Allowed: r1_distill, qwen_math"),
     (["math", "--source", "nowhere.parquet"], 1, "error: --source nowhere.parquet: no such file"),
     (["math", "--source", "x", "--synthetic"], 1, "Give one of them"),

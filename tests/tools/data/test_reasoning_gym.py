@@ -6,8 +6,7 @@ import pytest
 from pyarrow import parquet
 
 from verl_precision.tools.data.reasoning_gym import INSTRUCTIONS
-from verl_precision.tools.jobs.problems import read_data_set
-from verl_precision.tools.jobs.reward import load_reward
+from verl_precision.tools.jobs.problems import load_reward, read_data_set
 
 pytest.importorskip("reasoning_gym", reason="of the extra `tasks`")
 
@@ -29,9 +28,8 @@ def test_rows_are_verls_and_the_reward_reads_them(write, tmp_path):
     assert code == 0 and "questions of products, word_sorting at level 1, seed 0" in said
     assert {row["data_source"] for row in rows} == {"reasoning_gym/products", "reasoning_gym/word_sorting"}
     assert [row["extra_info"]["index"] for row in rows] == [*range(len(rows))]
-    assert rows[0]["extra_info"] | {"index": 0} == {
-        **{"index": 0, "level": 1, "seed": 0, "task": "products", "origin": "reasoning_gym 0.1.25"}
-    }
+    about = {"index": 0, "level": 1, "seed": 0, "task": "products", "origin": "reasoning_gym 0.1.25"}
+    assert rows[0]["extra_info"] | {"index": 0} == about
     reward = load_reward("pkg://verl_precision.tools.rewards.reasoning_gym_answer")
     problems = read_data_set(tmp_path / "a" / "reasoning_gym.parquet").problems
     assert len(problems) == len(rows)
@@ -78,40 +76,26 @@ def test_a_file_is_never_replaced(write):
     code, said, found = write(*words)
     assert code == 0 and "has them already" in said and found == rows
     code, said, found = write(*words, "--seed", 1)
-    assert (
-        code == 1 and "reasoning_gym.parquet in it is another data set. Name another folder" in said and found == rows
-    )
+    assert code == 1 and "another data set" in said and found == rows
 
 
 @pytest.mark.parametrize(("words", "code", "problem"), [
     ("", 2, "reasoning_gym needs a task. Give --task NAME"),
     ("--task product", 1, "--task product: there is no such task. Allowed: products."),
     ("--task gcd --task gcd", 1, "--task gcd gcd: one is given twice"),
-    ("--task gcd --level 1 --level 1", 1, "--level 1 1: one is given twice"),
     ("--task products --level 11", 1, "--level 11: products has no such level. Allowed: 0 to 10."),
     ("--task acre --level 1", 1, "--level 1: acre has no such level. Allowed: 0."),
-    ("--task products --level -1", 2, "--level"),
     ("--task products --size 0", 2, "--size"),
-    ("--task products --seed -1", 2, "--seed"),
     ("--task countdown", 1, "task='countdown': its scorer runs the answer as Python"),
     ("--task knight_swap", 1, "reasoning_gym cannot make it at level 0 (min_nodes must be >= 6). Choose another"),
     ("--task rush_hour", 1, "reasoning_gym gives no answer to it"),
     ("--task arc_agi --size 2", 1, "does not accept its own answer once that was read from a response and a file"),
     ("--task game_of_life_halting --size 20", 1, "its scorer accepts ? as an answer"),
     ("--task gcd --template dapo", 1, "--template dapo: reasoning_gym has no such option. Allowed: --output, --task,"),
-    ("--task gcd --source x.parquet", 1, "--source x.parquet: reasoning_gym has no such option"),
 ])  # fmt: skip
 def test_refused_before_a_file_is_written(write, words, code, problem):
     found, said, rows = write("a", *words.split())
     assert found == code and problem in " ".join(said.replace("│", " ").split()) and rows is None
-
-
-def test_options_of_the_paper_sets_stay_theirs(typed, tmp_path):
-    code, said = typed("data", "math", "--synthetic", "--task", "gcd", "--output", tmp_path)
-    assert code == 1 and "--task gcd: math has no such option. Allowed: --output, --template, --source" in said
-    code, said = typed("data", "maths", "--output", tmp_path)
-    assert code == 1 and "data maths: no such data set" in said and "smollm2_135m_instruct, reasoning_gym" in said
-    assert not [*tmp_path.iterdir()]
 
 
 def test_without_reasoning_gym_the_package_is_named(write, monkeypatch):

@@ -10,7 +10,7 @@ from made_up import six_characters, two_tokens
 
 from verl_precision.base.versions import installed_versions
 from verl_precision.tools.gap.pairs import session as mismatch_session
-from verl_precision.tools.jobs import frame
+from verl_precision.tools.jobs import job
 
 FEW = "evaluate tiny:qwen3 --data DATA --context 64"
 SET = "sanity-set DATA --model tiny:qwen3"
@@ -85,7 +85,7 @@ def test_results_say_how_they_were_made_and_a_folder_of_another_job_is_refused(v
     code, shown = run("--seed", "1")
     assert code == 1 and "begun with other settings (seed: 0 there, 1 now)" in shown
     with monkeypatch.context() as patch:
-        patch.setattr(frame, "installed_versions", lambda: {"verl": "0"})
+        patch.setattr(job, "installed_versions", lambda: {"verl": "0"})
         code, shown = run()
         assert "version of verl: '" in shown or "sanity-set" in str(folder), "which goes on with other versions"
     assert journal.read_bytes() == before
@@ -96,13 +96,10 @@ def test_results_say_how_they_were_made_and_a_folder_of_another_job_is_refused(v
 
 @pytest.mark.parametrize(("command", "words"), [
     ("mismatch --train-dtype fp8", "--train-dtype fp8: this cannot work. Allowed: 'fp16', 'bf16' or 'fp32'"),
-    ("mismatch --train-dtype fp16 --train-dtype fp16", "--train-dtype fp16 fp16: one is given twice"),
-    ("mismatch --seed -1", "--seed -1"),
     ("mismatch --responses 0", "--responses 0: this cannot work. Allowed: greater than or equal to 1"),
     ("mismatch --attention flex", "--attention flex: this cannot work. Allowed: 'sdpa', 'eager' or 'flash_at"),
     ("mismatch --attention flash_attention_2 --train-dtype fp32", "flash-attn computes in 16 bits only"),
     ("mismatch --prompts reward.py", "reward.py: unknown format '.py'. Allowed: .parquet, or .jsonl"),
-    ("mismatch --max-response-tokens 5000", "model's context 2048. Allowed: up to "),
     ("mismatch --model VLLM_REFUSES", "--rollout-dtype fp16 with model gemma: vLLM refuses FP16"),
     ("mismatch --model SINKS", "--rollout-dtype fp16 bf16 with model sinks: vLLM's attention kernel for a CPU takes"),
     ("mismatch --model SINKS --rollout-dtype bf16", "--attention sdpa with model sinks, whose attention has sinks: it"),
@@ -111,32 +108,21 @@ def test_results_say_how_they_were_made_and_a_folder_of_another_job_is_refused(v
     ("mismatch --full-vocabulary 1025", "8 positions of a response are compared. Allowed: 0 to 1024"),
     ("mismatch --full-vocabulary 1 --ray-address local", "engines on Ray write no files here"),
     ("explain --exact --model OTHERS", "--arithmetic exact: a model of type 'gpt2' has operations"),
-    ("explain --model SINKS", "--rollout-dtype bf16 fp32 with model sinks: vLLM's attention kernel for a CPU takes"),
     ("explain --exact --train-dtype fp16", "Allowed: --train-dtype as --rollout-dtype"),
     ("explain --arithmetic exact --fp32-output-head", "Allowed: --fp32-log-probs and no --fp32-output-head"),
-    ("explain --train-dtype fp8", "--train-dtype fp8: this cannot work. Allowed: 'fp16', 'bf16' or 'fp32'"),
-    ("explain --top-p 0", "--top-p 0"),
     ("explain --max-response-tokens 5000", "the model's context 2048"),
     ("explain --model nowhere/at-all --rollout-model tiny:none", "nowhere/at-all"),
-    ("explain --attention flash_attention_2 --train-dtype fp32", "flash-attn computes in 16 bits only"),
     ("explain --16-bit-log-probs --train-dtype fp32", "a trainer in fp32 has no 16-bit logits"),
     ("explain --adapter .", "--adapter .: there is no adapter in it"),
     ("explain --adapter a --rollout-model b", "the rollout has the trainer's weights, merged"),
-    (f"{FEW} --dtype half", "--dtype half: this cannot work. Allowed: 'fp16', 'bf16' or 'fp32'"),
     (f"{FEW} --dtype fp16 --dtype fp16", "--dtype fp16 fp16: one is given twice. Allowed: each once"),
     (f"{FEW} --context 64", "--context 64 64: one is given twice"),
-    (f"{FEW} --context 0", "--context 0: this cannot work"),
     (f"{FEW} --context 9", "--context 9: the longest prompt has"),
     (f"{FEW} --context 4096", "and the model's context 2048. Allowed: "),
     (f"{FEW} --data DATA", "--data data data: one is given twice. Allowed: each once; data sets are called by"),
-    (f"{FEW} --responses 0", "--responses 0: this cannot work"),
-    (f"{FEW} --temperature -1", "--temperature -1.0: this cannot work"),
     (f"{FEW} --temperature 0", "--responses 32: at temperature 0 all responses to a problem are the same"),
     (f"{FEW} --top-p 0", "--top-p 0.0: this cannot work"),
-    (f"{FEW} --reward nowhere.py", "--reward nowhere.py: it cannot be loaded"),
-    (f"{FEW} --data nowhere.jsonl", "nowhere.jsonl: no such file"),
     ("evaluate nowhere --data DATA --context 64", "model='nowhere': no such folder"),
-    (f"{SET} --dtype half", "error: --dtype half: this cannot work. Allowed: 'fp16', 'bf16' or 'fp32'"),
     (f"{SET} --low few", "--low few: this cannot work. Allowed: a share such as 0.2, 20% or 1/5"),
     (f"{SET} --low 0.8 --high 20%", "--low 0.8 --high 0.2"),
     (f"{SET} --max-prompt-length 8", "--max-prompt-length 8: every prompt is longer. Allowed: "),

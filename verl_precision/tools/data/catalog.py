@@ -60,8 +60,7 @@ def require_options(name: str, given: Mapping[str, object]) -> None:
 
 def last_boxed(solution: str) -> str:
     r"""Return the last boxed answer of a data set's solution; one without is a ConfigurationError."""
-    box = braced_box(solution)
-    if box is not None:
+    if (box := braced_box(solution)) is not None:
         return box
     # Some solutions of MATH are written \boxed 2 or \fbox{2}.
     for mark, end in (("\\boxed ", "$"), ("\\fbox{", "}")):
@@ -94,18 +93,3 @@ def _answer(layout: str, answer: Any) -> str:
         return last.strip().replace(",", "")
     # Some sets hold whole numbers as floats. What is missing is no answer, and refused as an empty one.
     return "" if answer is None else re.sub(r"^(-?\d+)\.0$", r"\1", str(answer))
-
-
-def synthetic_row(layout: str, text: str, result: int) -> Row:
-    """Return a row in a layout, made of a question and its answer."""
-    question: Any = text
-    answer: Any = result
-    if layout == "math":
-        answer = f"Adding gives $\\boxed{{{result}}}$."
-    elif layout == "gsm8k":
-        answer = f"Adding gives {result}.\n#### {result}"
-    elif layout == "verl":
-        question = [{"role": "user", "content": _DAPO_BEFORE + text + _DAPO_AFTER}]
-        answer = {"ground_truth": str(result)}
-    values = {"question": question, "answer": answer, "source": "stand_in"}
-    return {column: values[meaning] for meaning, column in LAYOUTS[layout].items()}

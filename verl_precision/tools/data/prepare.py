@@ -5,13 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
-from pyarrow import parquet
 
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
-from verl_precision.base.files import new_file
 from verl_precision.tools.data import catalog
 from verl_precision.tools.data.catalog import CATALOG, LAYOUTS, TEMPLATES, PaperDataSet, Question, Row
-from verl_precision.tools.jobs.problems import read_rows
+from verl_precision.tools.jobs.problems import read_rows, write_table
 
 SYNTHETIC_ROWS = 64
 
@@ -30,7 +28,6 @@ def prepare(
         ConfigurationError: If something does not fit; it is named.
         EnvironmentMismatchError: If the hub cannot be reached.
     """
-    catalog.require_options(name, {})
     wanted = CATALOG[name]
     template = template or wanted.template
     if template not in TEMPLATES:
@@ -39,10 +36,11 @@ def prepare(
         problem = "--synthetic makes its own problems and --source reads a file"
         raise ConfigurationError(problem, remedy="Give one of them.")
     if synthetic:
-        rows = _synthetic_rows(wanted.layouts[0])
+        questions = _synthetic()
+        rows: Sequence[Any] = questions
     else:
         rows = read_rows(source, "--source") if source else _download(wanted)
-    questions = _questions(name, wanted, rows)
+        questions = _questions(name, wanted, rows)
     counted = f"{len(questions)} distinct problems in {len(rows)} rows"
     note = "; a stand-in, not the data set" if synthetic else ""
     fewest, most = wanted.problems
@@ -56,16 +54,14 @@ def prepare(
             )
     origin = "stand-in" if synthetic else wanted.hub
     verl_rows = [_verl_row(wanted, question, index, template, origin) for index, question in enumerate(questions)]
-    with new_file(path, replace=True) as scratch:
-        parquet.write_table(pyarrow.Table.from_pylist(verl_rows), scratch)
+    write_table(path, pyarrow.Table.from_pylist(verl_rows))
     return f"wrote {path}: {counted}, template {template}{note}"
 
 
-def _synthetic_rows(layout: str) -> Sequence[Row]:
-    """Return a few sums in a layout's columns: the same code then runs on a machine without network."""
+def _synthetic() -> list[Question]:
+    """Return a few sums: a machine without network then has data in the same prompts."""
     sums = [(first, second) for first in range(10, 100) for second in range(1, 10)][:: 810 // SYNTHETIC_ROWS]
-    questions = ((f"What is {first} + {second}?", first + second) for first, second in sums[:SYNTHETIC_ROWS])
-    return [catalog.synthetic_row(layout, question, answer) for question, answer in questions]
+    return [Question(f"What is {a} + {b}?", str(a + b), "stand_in") for a, b in sums[:SYNTHETIC_ROWS]]
 
 
 def _download(wanted: PaperDataSet) -> Sequence[Row]:
@@ -79,7 +75,7 @@ def _download(wanted: PaperDataSet) -> Sequence[Row]:
         reason = str(error).strip().splitlines()[0]
         raise EnvironmentMismatchError(
             f"{wanted.hub} cannot be downloaded from Hugging Face ({type(error).__name__}: {reason})",
-            remedy="Give --source FILE with a copy of it, or --synthetic for a few sums in its columns.",
+            remedy="Give --source FILE with a copy of it, or --synthetic for a few sums.",
         ) from error
     return datasets.concatenate_datasets(splits)
 

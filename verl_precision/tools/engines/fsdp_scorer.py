@@ -12,37 +12,16 @@ from typing import Any
 import numpy as np
 
 from verl_precision.base.dtypes import long
-from verl_precision.tools.engines.engine import Request, Response, prepare_process
+from verl_precision.tools.engines.engine import Request, Response, ScorerSettings, prepare_process
 from verl_precision.tools.engines.model import model_location
 
 
 class TrainerEngine:
     """verl's engine of an actor, in this package's precision config."""
 
-    def __init__(
-        self,
-        model: str,
-        dtype: str,
-        attention: str,
-        micro_batch_tokens: int,
-        packed: bool | None = None,
-        fp32_log_probs: bool = True,
-        temperature: float = 1.0,
-        adapter: str | None = None,
-        fp32_output_head: bool = False,
-        router_replay: str = "disabled",
-        arithmetic: str | None = None,
-    ) -> None:
-        """Load a model as in `find_model`, for a forward in bf16, fp16 or fp32.
-
-        `attention` is sdpa, flash_attention_2, or another that is registered with transformers. `micro_batch_tokens` of
-        one forward include padding. `packed` sequences have none; None: with flash_attention_2 they are packed.
-        `fp32_log_probs` are taken in FP32, as our engine does it; with `fp32_output_head` the logits are computed in
-        FP32, too. `adapter` is the folder of a LoRA adapter. `router_replay` is verl's mode of a mixture of experts:
-        with R2 a response tells the experts that its routers choose, with R3 they take those of the request.
-        `arithmetic` is that of the operations, None the process's own.
-        """
-        on_gpu = prepare_process(arithmetic)
+    def __init__(self, settings: ScorerSettings) -> None:
+        """Load a model."""
+        on_gpu = prepare_process(settings.arithmetic)
         from verl.trainer.config import CheckpointConfig
         from verl.workers.config import EngineRouterReplayConfig, FSDPOptimizerConfig, HFModelConfig
         from verl.workers.engine import EngineRegistry
@@ -51,28 +30,28 @@ class TrainerEngine:
         from verl_precision.integration.engine.single_rank import make_group_of_one
 
         make_group_of_one("cuda" if on_gpu else "cpu")
+        adapter, dtype, packed = settings.adapter, settings.dtype, settings.packed
         rank = 0 if adapter is None else int(json.loads((Path(adapter) / "adapter_config.json").read_text())["r"])
-        self._packed = attention == "flash_attention_2" if packed is None else packed
-        self._micro_batch_tokens = micro_batch_tokens
-        self._temperature, self._router_replay = temperature, router_replay
+        self._packed = settings.attention == "flash_attention_2" if packed is None else packed
+        self._settings = settings
         self._engine = EngineRegistry.get_engine_cls("language_model", "fsdp2")(
             model_config=HFModelConfig(
-                path=model_location(model),
+                path=model_location(settings.model),
                 use_remove_padding=self._packed,
                 enable_gradient_checkpointing=False,
                 lora_adapter_path=adapter,
                 lora_rank=rank,  # without it verl loads no adapter
                 lora={"merge": True},  # exact arithmetic multiplies by the merged weight
-                override_config={"attn_implementation": attention},
+                override_config={"attn_implementation": settings.attention},
             ),
             engine_config=PrecisionFSDPConfig(
                 strategy="fsdp2",
                 use_torch_compile=False,
                 dtype=long(dtype),
                 mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-                fp32_log_probs=fp32_log_probs,
-                fp32_output_head=fp32_output_head,
-                router_replay=EngineRouterReplayConfig(mode=router_replay),
+                fp32_log_probs=settings.fp32_log_probs,
+                fp32_output_head=settings.fp32_output_head,
+                router_replay=EngineRouterReplayConfig(mode=settings.router_replay),
             ),
             # The optimizer's state is made at the first step, which never comes.
             optimizer_config=FSDPOptimizerConfig(lr=0.0, total_training_steps=1),
@@ -107,7 +86,7 @@ class TrainerEngine:
             (response,) = self._scored([request])
         finally:
             hook.remove()
-        x = kept[0][0, len(request.prompt_token_ids) - 1 :][: response.length].float() / self._temperature
+        x = kept[0][0, len(request.prompt_token_ids) - 1 :][: response.length].float() / self._settings.temperature
         inner = inner_dtype()
         ours = x - x.logsumexp(-1, keepdim=True) if inner is None else log_softmax(x, inner=inner)
         theirs = torch.from_numpy(np.load(request.vocabulary))
@@ -123,18 +102,18 @@ class TrainerEngine:
         sequences = [torch.tensor(r.prompt_token_ids + r.response_token_ids, dtype=torch.long) for r in requests]
         data = engine_batch(
             sequences,
-            max_token_len_per_gpu=max(self._micro_batch_tokens, *map(len, sequences)),
+            max_token_len_per_gpu=max(self._settings.micro_batch_tokens, *map(len, sequences)),
             use_remove_padding=self._packed,
             calculate_entropy=False,
         )
-        data["temperature"] = torch.full((len(sequences),), self._temperature)
-        if self._router_replay == "R3":
+        data["temperature"] = torch.full((len(sequences),), self._settings.temperature)
+        if self._settings.router_replay == "R3":
             choices = [torch.from_numpy(request.routed_experts) for request in requests]
             # The last token has a row of zeros, which is no choice.
             data[CHOICES] = nested([torch.cat([each, torch.zeros_like(each[:1])]) for each in choices])
         with self._engine.eval_mode():
             outputs = self._engine.infer_batch(data)["model_output"]
-        recorded: Any = outputs[CHOICES].unbind() if self._router_replay == "R2" else [None] * len(requests)
+        recorded: Any = outputs[CHOICES].unbind() if self._settings.router_replay == "R2" else [None] * len(requests)
         # At position t the engine gives the log-prob of token t + 1.
         return [
             Response(

@@ -9,10 +9,7 @@ from verl_precision.tools.engines.engine import Request, Response
 
 
 class RayEngines:
-    """Spreads requests over engines: each request goes to the one with the fewest in flight.
-
-    Every method raises `RunFailedError` if an engine fails.
-    """
+    """Spreads requests over engines; every method raises `RunFailedError` if one fails."""
 
     def __init__(self, build: Callable[[], Any], address: str) -> None:
         """Start the engines and wait until all are ready; the address `local` starts a cluster."""
@@ -32,7 +29,12 @@ class RayEngines:
                 remedy = "Start one with `ray start --head`, or leave --ray-address out."
                 raise EnvironmentMismatchError(problem, allowed=allowed, remedy=remedy) from error
         try:
-            self.engines = engines_that_fit(ray.cluster_resources().get("GPU", 0))
+            gpus = ray.cluster_resources().get("GPU", 0)
+            if gpus < 1:
+                problem = f"Ray's cluster has {gpus:g} GPU(s), and each engine takes one"
+                remedy = "Give another --ray-address, or leave it out to run one engine here."
+                raise EnvironmentMismatchError(problem, remedy=remedy)
+            self.engines = int(gpus)
             actor = ray.remote(num_gpus=1, num_cpus=1)(_Actor)
             self._actors = [actor.remote(build) for _ in range(self.engines)]
             self._in_flight = [0] * self.engines
@@ -42,11 +44,14 @@ class RayEngines:
             raise
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Hand requests to the engines."""
-        for index, share in enumerate(spread(requests, self._in_flight)):
-            if share:
-                self._actors[index].submit.remote(share)
-                self._in_flight[index] += len(share)
+        """Hand each request to the engine with the fewest in flight."""
+        shares: list[list[Request]] = [[] for _ in self._actors]
+        for request in requests:
+            index = min(range(self.engines), key=self._in_flight.__getitem__)
+            shares[index].append(request)
+            self._in_flight[index] += 1
+        for actor, share in zip(self._actors, shares, strict=True):
+            actor.submit.remote(share)
 
     def poll(self) -> list[Response]:
         """Wait until some engine has a response ready; return what it has."""
@@ -90,20 +95,3 @@ class _Actor:
 
     def poll(self) -> list[Response]:
         return self._engine.poll()
-
-
-def spread(requests: Sequence[Request], in_flight: Sequence[int]) -> list[list[Request]]:
-    """Divide requests among engines that have `in_flight` ones each, so that they come out evenly loaded."""
-    shares: list[list[Request]] = [[] for _ in in_flight]
-    for request in requests:
-        min(zip(in_flight, shares, strict=True), key=lambda engine: engine[0] + len(engine[1]))[1].append(request)
-    return shares
-
-
-def engines_that_fit(gpus: float) -> int:
-    """Return how many engines to start on so many GPUs: one on each, and there must be one."""
-    if gpus < 1:
-        problem = f"Ray's cluster has {gpus:g} GPU(s), and each engine takes one"
-        remedy = "Give another --ray-address, or leave it out to run one engine here."
-        raise EnvironmentMismatchError(problem, remedy=remedy)
-    return int(gpus)

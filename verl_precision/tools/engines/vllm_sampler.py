@@ -14,7 +14,7 @@ from verl_precision.base.files import new_file
 from verl_precision.check.rules.attention import gated_delta_nets
 from verl_precision.engine.arithmetic_choice import chosen
 from verl_precision.integration.ledger import require_feature
-from verl_precision.tools.engines.engine import Request, Response, prepare_process
+from verl_precision.tools.engines.engine import Request, Response, SamplerSettings, prepare_process
 from verl_precision.tools.engines.model import model_location
 
 # On a CPU, compiling costs more than it saves, and memory is the machine's own, of which a small part is enough. vLLM
@@ -30,48 +30,30 @@ _RECORDED = (
 
 
 class VllmEngine:
-    """A `vllm.LLM`, driven request by request; by default it draws from the policy itself."""
+    """A `vllm.LLM`, driven request by request."""
 
-    def __init__(
-        self,
-        model: str,
-        dtype: str,
-        max_model_len: int,
-        log_probs: bool = False,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        divide_logits_by: float = 1.0,
-        arithmetic: str | None = None,
-        **engine: Any,
-    ) -> None:
-        """Load a model as in `find_model`; `max_model_len` tokens are the most of prompt and response together.
-
-        `log_probs` says whether the log-prob of each token is returned, else the text is. `divide_logits_by` is a
-        temperature that scores have too; vLLM's own is of what it draws alone. `arithmetic` is that of its operations,
-        None the process's own. `engine` has further settings of `vllm.LLM`, such as `logprobs_mode`.
-        """
-        cpu_settings = {} if prepare_process(arithmetic) else _CPU_SETTINGS
+    def __init__(self, settings: SamplerSettings) -> None:
+        """Load a model."""
+        cpu_settings = {} if prepare_process(settings.arithmetic) else _CPU_SETTINGS
         import verl  # noqa: F401 - loads the plugin, which lets vLLM find itself on a CPU
         from transformers import PretrainedConfig
         from vllm import LLM
 
         require_feature("sampling engine")
-        location = model_location(model)
+        location = model_location(settings.model)
         if cpu_settings and gated_delta_nets(PretrainedConfig.get_config_dict(location)[0]):
             # States are cached at the borders of chunks alone.
             cpu_settings = {**cpu_settings, "enable_prefix_caching": False}
         llm = LLM(
             model=location,
-            dtype=long(dtype),
-            max_model_len=max_model_len,
+            dtype=long(settings.dtype),
+            max_model_len=settings.max_model_len,
             disable_log_stats=True,
-            **{"logprobs_mode": "processed_logprobs", **engine, **cpu_settings},  # that mode is verl's
+            **{"logprobs_mode": "processed_logprobs", **settings.more, **cpu_settings},  # that mode is verl's
         )
-        if divide_logits_by != 1:
-            llm.apply_model(partial(_divide_logits, by=divide_logits_by))
-        self._engine = llm.llm_engine
-        self._log_probs, self._drawing = log_probs, {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+        if settings.divide_logits_by != 1:
+            llm.apply_model(partial(_divide_logits, by=settings.divide_logits_by))
+        self._engine, self._settings = llm.llm_engine, settings
         self._asked: dict[str, Request] = {}
         self._recorder: Any = None
 
@@ -96,13 +78,15 @@ class VllmEngine:
         if request.response_token_ids:  # to score: vLLM does it for prompts, at temperature 1
             return SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=when)
         return SamplingParams(
-            **self._drawing,
+            temperature=self._settings.temperature,
+            top_p=self._settings.top_p,
+            top_k=self._settings.top_k,
             max_tokens=request.max_tokens,
             seed=request.seed,
             # 0: of the sampled token alone, -1: of all, without an object for each
-            logprobs=(-1 if request.vocabulary else 0) if self._log_probs else None,
+            logprobs=(-1 if request.vocabulary else 0) if self._settings.log_probs else None,
             flat_logprobs=bool(request.vocabulary),
-            detokenize=not self._log_probs,
+            detokenize=not self._settings.log_probs,
             output_kind=when,
         )
 
@@ -124,7 +108,7 @@ class VllmEngine:
             rows = _rows(drawn.logprobs)
             text, log_probs = None, tuple(row[token].item() for row, token in zip(rows, ids, strict=True))
             np.save(request.vocabulary, rows)
-        elif self._log_probs:
+        elif self._settings.log_probs:
             text, log_probs = None, tuple(at[token].logprob for at, token in zip(drawn.logprobs, ids, strict=True))
         experts = _experts(drawn, len(request.prompt_token_ids + ids))
         of_tokens: dict[str, Any] = {"token_ids": ids, "log_probs": log_probs, "routed_experts": experts}

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from verl_precision.tools.evaluate.settings import Evaluation
-from verl_precision.tools.jobs.frame import Key
-from verl_precision.tools.jobs.problems import Problem
+from verl_precision.tools.jobs.journal import Key
 from verl_precision.tools.show.tables import finite, markdown_page, markdown_table
 
 
@@ -25,13 +24,6 @@ class Drawn(NamedTuple):
     tokens: int  # its length in the longest context
     cut: bool  # whether it ended because that context was full
     correct: tuple[bool, ...]  # for each context
-
-
-class Task(NamedTuple):
-    """A problem and its prompt in tokens."""
-
-    problem: Problem
-    prompt: tuple[int, ...]
 
 
 Outcomes = dict[str, dict[Key, Drawn]]  # by dtype
@@ -82,13 +74,13 @@ def standard_error(values_P: np.ndarray) -> float:
 
 
 def accuracies(
-    evaluation: Evaluation, sets: Mapping[str, Sequence[str]], tasks: Mapping[str, Task], outcomes: Outcomes
+    evaluation: Evaluation, sets: Mapping[str, Sequence[str]], prompts: Mapping[str, Sequence[int]], outcomes: Outcomes
 ) -> list[Accuracy]:
     """Return one entry for each context, data set and dtype, in this order; `sets` has each set's identifiers."""
     found = []
     for place, context in enumerate(evaluation.contexts):
         for data, names in sets.items():
-            room_P = np.array([context - len(tasks[name].prompt) for name in names])
+            room_P = np.array([context - len(prompts[name]) for name in names])
             for dtype in evaluation.dtypes:
                 drawn = [[outcomes[dtype][name, index] for index in range(evaluation.responses)] for name in names]
                 correct_PK = np.array([[each.correct[place] for each in row] for row in drawn])
@@ -124,9 +116,12 @@ def markdown(
         f"{evaluation.model}; {k} responses to each problem, temperature {evaluation.temperature:g}, top_p "
         f"{evaluation.top_p:g}, seed {evaluation.seed}; reward {evaluation.reward}."
     )
-    places_header = ["dtype", *(f"{data} ({context})" for data, context in places)]
-    grid = [[dtype, *(by_place[data, context, dtype] for data, context in places)] for dtype in evaluation.dtypes]
-    header = ["data", "context", "dtype", f"avg@{k}", f"pass@{k}", "truncated", "mean tokens", "problems"]
+    lines = [f"avg@{k} in percent, ± its standard error over problems:", ""]
+    lines += markdown_table(
+        ["dtype", *(f"{data} ({context})" for data, context in places)],
+        [[dtype, *(by_place[data, context, dtype] for data, context in places)] for dtype in evaluation.dtypes],
+    )
+    columns = (f"avg@{k}", f"pass@{k}", "truncated", "mean tokens", "problems")
     rows = [
         [
             *(each.data, str(each.context), each.dtype, _percent(each.average, each.error), _percent(each.passed)),
@@ -134,16 +129,14 @@ def markdown(
         ]
         for each in found
     ]
-    lines = [f"avg@{k} in percent, ± its standard error over problems:", "", *markdown_table(places_header, grid), ""]
-    lines += markdown_table(header, rows)
+    lines += ["", *markdown_table(["data", "context", "dtype", *columns], rows)]
     if changes:
-        header = ["data", "context", "dtypes", f"difference of avg@{k}"]
         rows = [
             [each.data, str(each.context), f"{each.dtype} - {each.reference}", _percent(each.average, each.error, "+")]
             for each in changes
         ]
         lines += ["", "The same checkpoint in two dtypes, problem by problem, in points:", ""]
-        lines += markdown_table(header, rows)
+        lines += markdown_table(["data", "context", "dtypes", f"difference of avg@{k}"], rows)
     for name, count in left_out.items():
         if count:
             lines.append(f"\nLeft out of {name}, because the reward cannot read the answer: {count} problems.")

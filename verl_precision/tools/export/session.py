@@ -1,4 +1,4 @@
-"""One export: the range first, then the files, in a folder that appears whole or not at all."""
+"""One export: each weight is looked at, rounded and written, in a folder that appears whole or not at all."""
 
 import json
 import shutil
@@ -15,7 +15,15 @@ from transformers.core_model_loading import revert_weight_conversion
 from verl_precision.base.dtypes import DTYPES, long, torch_dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import new_folder
-from verl_precision.check.checkpoint import INDEX, SLICE_ELEMENTS, STORED, CheckpointReport, audit_tensor, worst_first
+from verl_precision.check.checkpoint import (
+    INDEX,
+    SLICE_ELEMENTS,
+    STORED,
+    CheckpointReport,
+    TensorReport,
+    audit_tensor,
+    worst_first,
+)
 from verl_precision.integration.engine.weight_export import write_export_dtype
 from verl_precision.tools.export.card import CARD, model_card
 from verl_precision.tools.export.shards import SavedModel
@@ -42,44 +50,18 @@ def export_checkpoint(checkpoint: Path, dtype: str, output: Path, on_progress: O
         remedy = "Name a folder that does not."
         raise ConfigurationError("it exists; nothing was written", setting="--output", value=output, remedy=remedy)
     saved = SavedModel.find(checkpoint)
-    source = saved.folder / "huggingface"
-    report = _range(saved, checkpoint, kind, on_progress)
+    total = len(saved.sources)  # what cannot be read is refused before there is a folder
     with new_folder(output) as folder:
-        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*WEIGHT_FILES))
+        without = shutil.ignore_patterns(*WEIGHT_FILES)
+        shutil.copytree(saved.folder / "huggingface", folder, dirs_exist_ok=True, ignore=without)
         write_export_dtype(str(folder), long(dtype))
         if saved.untied:
             _untie(folder / "config.json")
-        _write(saved, kind, folder, on_progress)
+        tensors, skipped = _write(saved, kind, folder, lambda done: on_progress("writing", done, total))
+        report = CheckpointReport(checkpoint, worst_first(tensors), skipped)
         step = saved.folder.parent if saved.folder.name == "actor" else saved.folder
         (folder / CARD).write_text(model_card(step, dtype, report.verdict))
     return report
-
-
-def _range(saved: SavedModel, path: Path, kind: torch.dtype, on_progress: OnProgress) -> CheckpointReport:
-    tensors, skipped = [], []
-    for number, name in enumerate(saved.sources, 1):
-        whole = saved.tensor(name)
-        if str(whole.dtype) in _SAVED_AS:
-            tensors.append(audit_tensor(name, _SAVED_AS[str(whole.dtype)], whole.flatten().split(SLICE_ELEMENTS)))
-        else:
-            skipped.append(name)
-        on_progress("checking", number, len(saved.sources))
-    report = CheckpointReport(path, worst_first(tensors), skipped)
-    lost = [each for each in report.tensors if (each.lost if kind == torch.float16 else each.not_finite)]
-    if lost:
-        raise _overflow(kind, [f"{each.name} ({each.lost} of {each.elements})" for each in lost])
-    return report
-
-
-def _overflow(kind: torch.dtype, names: list[str]) -> ConfigurationError:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ConfigurationError(
-        f"{', '.join(names[:3])}{more}: weights that are not finite in {kind}; nothing was written",
-        setting="--dtype",
-        value=str(kind).removeprefix("torch."),
-        allowed="a dtype that holds every weight",
-        remedy="Export with --dtype bf16 or fp32. If a weight is infinite or NaN already, take an earlier checkpoint.",
-    )
 
 
 def _untie(path: Path) -> None:
@@ -90,8 +72,10 @@ def _untie(path: Path) -> None:
     path.write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def _write(saved: SavedModel, kind: torch.dtype, folder: Path, on_progress: OnProgress) -> None:
-    """Write the weights, a file at a time."""
+def _write(
+    saved: SavedModel, kind: torch.dtype, folder: Path, on_tensor: Callable[[int], None]
+) -> tuple[list[TensorReport], list[str]]:
+    """Write the weights, a file at a time; return what a cast to FP16 does to each, and what is no weight."""
     skeleton = saved.skeleton()
     planned: dict[str, Tensor] = {}
     source_of: dict[str, str] = {}
@@ -101,22 +85,33 @@ def _write(saved: SavedModel, kind: torch.dtype, folder: Path, on_progress: OnPr
             planned[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             source_of[key] = name
     split = split_torch_state_dict_into_shards(planned, max_shard_size=FILE_BYTES)
-    done = 0
+    reports: dict[str, TensorReport] = {}
+    skipped: list[str] = []
     for file, keys in split.filename_to_tensors.items():
         tensors: dict[str, Tensor] = {}
         for name in dict.fromkeys(source_of[key] for key in keys):
             whole = saved.tensor(name)
+            if str(whole.dtype) in _SAVED_AS:
+                reports[name] = audit_tensor(name, _SAVED_AS[str(whole.dtype)], whole.flatten().split(SLICE_ELEMENTS))
+            else:
+                skipped.append(name)
             rounded = whole.to(_dtype(whole.dtype, kind))
-            if not rounded.isfinite().all():
-                raise _overflow(kind, [name])
+            if lost := int((~rounded.isfinite()).sum()):
+                raise ConfigurationError(
+                    f"{name} ({lost} of {whole.numel()}): weights that are not finite in it; nothing was written",
+                    setting="--dtype",
+                    value=str(kind).removeprefix("torch."),
+                    allowed="a dtype that holds every weight",
+                    remedy="Export in bf16 or fp32. If one is infinite or NaN already, take an earlier checkpoint.",
+                )
             tensors |= {key: part.contiguous() for key, part in _as_stored(skeleton, name, rounded) if key in keys}
-            done += 1
-            on_progress("writing", done, len(saved.sources))
+            on_tensor(len(reports) + len(skipped))
         save_file(tensors, folder / file, metadata={"format": "pt"})
         shutil.copymode(folder / "config.json", folder / file)  # safetensors lets nobody else read it
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return list(reports.values()), skipped
 
 
 def _dtype(stored: torch.dtype, kind: torch.dtype) -> torch.dtype:

@@ -1,1 +1,1 @@
-"""What the jobs that draw or score share: options, prompts and problems, reward, journal, frame and loop."""
+"""What the jobs that draw or score share: options, prompts, problems and rewards, the journal, and the loop."""

@@ -18,7 +18,8 @@ from verl_precision.base.files import require_regular
 
 JOURNAL = "journal.jsonl"
 _SHOWN = 120  # characters of a setting in a message
-_START_AGAIN = "Restore the file, or start again in a new --output."
+START_AGAIN = "Restore the file, or start again in a new --output."
+Key = tuple[str, int]  # (problem, index of the response)
 
 
 class Journal:
@@ -74,56 +75,46 @@ class Journal:
 
     def records(self, fields: Mapping[str, type]) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield position and content of each record; one without such fields of these types is an error."""
-        for number, position, record in islice(read_lines(self.path), 1, None):
-            if wrong := wrong_field(record, fields):
-                raise CheckpointStateError(f"{self.path}, line {number}: {wrong}", remedy=_START_AGAIN)
+        for number, position, record in islice(self._objects(), 1, None):
+            for name, kind in fields.items():
+                if type(record.get(name)) is not kind:
+                    raise self._damaged(number, f"{name} is {record.get(name)!r} and not of type {kind.__name__}")
             yield position, record
 
     def close(self) -> None:
         """Close the file and let others have it."""
         self._file.close()
 
+    def _objects(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """Yield number, position and object of each line."""
+        position = 0
+        with self.path.open("rb") as content:
+            for number, line in enumerate(content, start=1):
+                try:
+                    value = json.loads(line)
+                except ValueError:
+                    value = None
+                if not isinstance(value, dict):
+                    raise self._damaged(number, f"it is not a JSON object: {line[:60]!r}")
+                yield number, position, value
+                position += len(line)
+
+    def _damaged(self, line: int, problem: str) -> CheckpointStateError:
+        return CheckpointStateError(f"{self.path}, line {line}: {problem}", remedy=START_AGAIN)
+
     def _require_same(self, now: Mapping[str, Any]) -> None:
-        then = next(read_lines(self.path))[2].get("settings")
+        then = next(self._objects())[2].get("settings")
         if not isinstance(then, dict):
-            problem = f"{self.path}, line 1: no settings. It is not a journal of this command; move it away."
-            raise CheckpointStateError(problem)
+            raise self._damaged(1, "no settings, so it is not a journal of this command")
         changes = "; ".join(
             f"{name}: {repr(then.get(name))[:_SHOWN]} there, {repr(now.get(name))[:_SHOWN]} now"
             for name in {**then, **now}
             if then.get(name) != now.get(name)
         )
         if changes:
-            raise ConfigurationError(
-                f"{self.path} was begun with other settings ({changes}), and responses of both would not be one "
-                "experiment",
-                allowed="the settings that it was begun with",
-                remedy="Give those, or a new --output.",
-            )
-
-
-def read_lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield number, position and object of each line; raise `CheckpointStateError` if it is not a JSON object."""
-    position = 0
-    with path.open("rb") as content:
-        for number, line in enumerate(content, start=1):
-            try:
-                value = json.loads(line)
-            except ValueError:
-                value = None
-            if not isinstance(value, dict):
-                problem = f"{path}, line {number}: it is not a JSON object: {line[:60]!r}"
-                raise CheckpointStateError(problem, allowed="one object a line", remedy=_START_AGAIN)
-            yield number, position, value
-            position += len(line)
-
-
-def wrong_field(record: Mapping[str, Any], fields: Mapping[str, type]) -> str | None:
-    """Say which field is missing or of another type; return None if all are right."""
-    for name, kind in fields.items():
-        if type(record.get(name)) is not kind:
-            return f"{name} is {record.get(name)!r} and not of type {kind.__name__}"
-    return None
+            problem = f"{self.path} was begun with other settings ({changes}), and both would not be one experiment"
+            allowed = "the settings that it was begun with"
+            raise ConfigurationError(problem, allowed=allowed, remedy="Give those, or a new --output.")
 
 
 def _require_free(folder: Path, outputs: Collection[str] | None) -> None:
@@ -132,8 +123,6 @@ def _require_free(folder: Path, outputs: Collection[str] | None) -> None:
     found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     taken = [name for name in found if outputs is None or name in outputs]
     if taken:
-        raise ConfigurationError(
-            f"--output {folder}: it has {taken[0]} and no {JOURNAL}, so no job of this version can be continued in it",
-            allowed="a new folder, an empty one, or that of an earlier job",
-            remedy="Nothing was written. Give another --output; a job of an older version is finished by that version.",
-        )
+        problem = f"it has {taken[0]} and no {JOURNAL}, so no job can be continued in it; nothing was written"
+        allowed = "a new folder, an empty one, or that of an earlier job"
+        raise ConfigurationError(problem, setting="--output", value=folder, allowed=allowed)

@@ -1,9 +1,11 @@
-"""Prompts and problems: data sets in verl's format, plain prompts, and those that are built in."""
+"""Prompts, problems and who is right: data sets in verl's format, plain prompts, those built in, and rewards."""
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +13,21 @@ import pyarrow
 from pyarrow import parquet
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.files import new_file
+from verl_precision.base.files import naming_file, new_file
+from verl_precision.base.settings import recorded
+from verl_precision.integration.ledger import require_feature
 from verl_precision.tools.engines.model import Model, Prompt, tokenize
-from verl_precision.tools.jobs.settings import BUILT_IN_PROMPTS, PromptedJob
+from verl_precision.tools.jobs.settings import BUILT_IN_PROMPTS, JudgedJob, PromptedJob
+from verl_precision.tools.rewards import boxed_answer
+from verl_precision.tools.rewards.math_answers import require_math_verify
 
 _QUESTIONS = Path(__file__).with_name("prompts.txt")  # one a line
-REQUIRED = {
+_REQUIRED = {
     "prompt": "a list of messages {role, content}",
     "data_source": "a name",
     "reward_model": "a mapping with ground_truth",
 }
+PACKAGE = "pkg://"
 
 
 @dataclass(frozen=True)
@@ -43,11 +50,6 @@ class DataSet:
     problems: list[Problem]  # in the file's order
 
     @property
-    def duplicates(self) -> int:
-        """Rows that repeat an earlier one."""
-        return self.table.num_rows - len(self.problems)
-
-    @property
     def digest(self) -> str:
         """Digest of the problems, in their order."""
         return sha256("".join(problem.identifier for problem in self.problems).encode()).hexdigest()[:16]
@@ -55,9 +57,7 @@ class DataSet:
     def write(self, path: Path, identifiers: Iterable[str]) -> None:
         """Write the rows of some problems as parquet, in the file's order, with columns and types unchanged."""
         wanted = set(identifiers)
-        rows = [problem.row for problem in self.problems if problem.identifier in wanted]
-        with new_file(path, replace=True) as scratch:
-            parquet.write_table(self.table.take(rows), scratch)
+        write_table(path, self.table.take([each.row for each in self.problems if each.identifier in wanted]))
 
 
 def read_data_set(path: Path) -> DataSet:
@@ -65,22 +65,25 @@ def read_data_set(path: Path) -> DataSet:
 
     The first thing that is wrong is refused with its file, row and field.
     """
-    table = _read_table(path)
+    table = _table(path, str(path))
     if table.num_rows == 0:
         raise ConfigurationError(f"{path}: no rows in it", allowed="one problem a row", remedy="Check the file.")
-    for column, meaning in REQUIRED.items():
+    for column, meaning in _REQUIRED.items():
         if column not in table.column_names:
-            raise ConfigurationError(
-                f"{path}: no column {column!r} ({meaning}); there are {', '.join(table.column_names)}",
-                allowed="verl's format",
-                remedy="`verl-precision data` writes it.",
-            )
-    columns = [name for name in (*REQUIRED, "extra_info") if name in table.column_names]
+            problem = f"{path}: no column {column!r} ({meaning}); there are {', '.join(table.column_names)}"
+            raise ConfigurationError(problem, allowed="verl's format", remedy="`verl-precision data` writes it.")
+    columns = [name for name in (*_REQUIRED, "extra_info") if name in table.column_names]
     problems: dict[str, Problem] = {}
     for row, values in enumerate(table.select(columns).to_pylist()):
-        problem = _problem(path, row, values)
-        problems.setdefault(problem.identifier, problem)
+        read = _problem(path, row, values)
+        problems.setdefault(read.identifier, read)
     return DataSet(table, list(problems.values()))
+
+
+def write_table(path: Path, table: pyarrow.Table) -> None:
+    """Write a table as parquet, in place of what is there."""
+    with new_file(path, replace=True) as scratch:
+        parquet.write_table(table, scratch)
 
 
 def read_rows(path: Path, option: str = "") -> list[Any]:
@@ -89,21 +92,22 @@ def read_rows(path: Path, option: str = "") -> list[Any]:
     Errors call the file by its `option`.
     """
     name = f"{option} {path}".strip()
-    allowed = ".parquet, or .jsonl with one JSON object a line"
-    if not path.is_file():
-        raise ConfigurationError(f"{name}: no such file", allowed=allowed, remedy="Check the path.")
     if path.suffix == ".parquet":
-        return _read_table(path).to_pylist()
-    if path.suffix not in (".jsonl", ".json"):
-        raise ConfigurationError(f"{name}: unknown format {path.suffix!r}", allowed=allowed)
+        return _table(path, name).to_pylist()
+    _require_file(path, name)
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         try:
             rows += [json.loads(line)] if line.strip() else []
         except ValueError as error:
-            problem = f"{name}, line {number}: cannot be read as JSON ({error})"
-            raise ConfigurationError(problem, allowed="one JSON object a line") from None
+            raise ConfigurationError(f"{name}, line {number}: {error}", allowed="one JSON object a line") from None
     return rows
+
+
+def problem_tokens(problems: Iterable[Problem], model: Model) -> dict[str, tuple[int, ...]]:
+    """Return the prompts of distinct problems as tokens, by identifier."""
+    prompts = {problem.identifier: problem.prompt for problem in problems}
+    return dict(zip(prompts, tokenize(list(prompts.values()), model), strict=True))
 
 
 def prompt_tokens(job: PromptedJob, model: Model, sampler: Model, response_tokens: int) -> list[tuple[int, ...]]:
@@ -135,22 +139,16 @@ def read_prompts(path: str, field: str = "prompt", limit: int | None = None) -> 
     for number, row in enumerate(rows):
         if not isinstance(row, dict) or field not in row:
             found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-            raise ConfigurationError(
-                f"--prompts {path}: row {number} has no field {field!r} (it has: {found})",
-                allowed="text, or a list of {role, content}, in that field",
-                remedy="Name yours with --prompt-field.",
-            )
-        prompt = row[field]
-        if not (is_chat(prompt) or (isinstance(prompt, str) and prompt)):
-            raise ConfigurationError(
-                f"--prompts {path}: field {field!r} of row {number} is {str(prompt)[:80]!r}",
-                allowed="text that is not empty, or a list of {role, content} that is not empty",
-                remedy="Correct it, or leave the row out.",
-            )
+            problem = f"--prompts {path}: row {number} has no field {field!r} (it has: {found})"
+            raise ConfigurationError(problem, allowed="a prompt in it", remedy="Name yours with --prompt-field.")
+        if not (_is_chat(row[field]) or (isinstance(row[field], str) and row[field])):
+            problem = f"--prompts {path}: field {field!r} of row {number} is {str(row[field])[:80]!r}"
+            allowed = "text, or a list of {role, content}, that is not empty"
+            raise ConfigurationError(problem, allowed=allowed, remedy="Correct it, or leave the row out.")
     return [row[field] for row in rows]
 
 
-def is_chat(value: Any) -> bool:
+def _is_chat(value: Any) -> bool:
     """Return whether a value is a list of messages {role, content}, and not an empty one."""
 
     def is_message(message: Any) -> bool:
@@ -160,25 +158,125 @@ def is_chat(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(is_message, value))
 
 
-def _read_table(path: Path) -> pyarrow.Table:
-    rows = None if path.suffix == ".parquet" and path.is_file() else read_rows(path)
-    try:
-        return parquet.read_table(path) if rows is None else pyarrow.Table.from_pylist(rows)
-    except (ValueError, TypeError, AttributeError, pyarrow.ArrowException) as error:
-        problem = f"{path}: cannot be read ({error})"
-        raise ConfigurationError(problem, allowed="parquet, or one JSON object a line") from None
+def _require_file(path: Path, name: str) -> None:
+    allowed = ".parquet, or .jsonl with one JSON object a line"
+    if not path.is_file():
+        raise ConfigurationError(f"{name}: no such file", allowed=allowed, remedy="Check the path.")
+    if path.suffix not in (".parquet", ".jsonl", ".json"):
+        raise ConfigurationError(f"{name}: unknown format {path.suffix!r}", allowed=allowed)
+
+
+def _table(path: Path, name: str) -> pyarrow.Table:
+    _require_file(path, name)
+    with naming_file(path):
+        return parquet.read_table(path) if path.suffix == ".parquet" else pyarrow.Table.from_pylist(read_rows(path))
 
 
 def _problem(path: Path, row: int, values: dict[str, Any]) -> Problem:
-    prompt, source, rewarded = (values[name] for name in REQUIRED)
+    prompt, source, rewarded = (values[name] for name in _REQUIRED)
     truth = rewarded.get("ground_truth") if isinstance(rewarded, dict) else None
-    right = (is_chat(prompt), source and isinstance(source, str), truth is not None)
-    for field, fits in zip(REQUIRED, right, strict=True):
+    right = (_is_chat(prompt), source and isinstance(source, str), truth is not None)
+    for field, fits in zip(_REQUIRED, right, strict=True):
         if not fits:
             problem = f"{path}, row {row}: {field} is {values[field]!r}"
-            raise ConfigurationError(problem, allowed=REQUIRED[field], remedy="Correct the data set.")
+            raise ConfigurationError(problem, allowed=_REQUIRED[field], remedy="Correct the data set.")
     # Columns that parquet fills with null for other rows' keys do not make a problem another one.
     messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
     content = json.dumps([messages, source, truth], sort_keys=True, ensure_ascii=False, default=str)
     identifier = sha256(content.encode()).hexdigest()[:16]
     return Problem(identifier, row, messages, source, truth, values.get("extra_info") or {})
+
+
+@dataclass(frozen=True)
+class Reward:
+    """Judges responses.
+
+    A response is correct if its score reaches `pass_score`. Where the function returns a mapping, as verl allows, its
+    `acc` decides if there is one, else its `score`.
+    """
+
+    name: str  # in the settings; it changes when the function does
+    pass_score: float  # smallest score of a correct response
+    score: Callable[..., Any]  # (data_source, solution_str, ground_truth, extra_info) -> number, or dict with score
+    reads_empty: bool = False  # whether an empty ground truth can be compared with
+
+    def is_correct(self, problem: Problem, text: str) -> bool:
+        """Judge one response; a function that fails, or returns no finite number, is refused."""
+        try:
+            about = {name: getattr(problem, name) for name in ("data_source", "ground_truth", "extra_info")}
+            score = self.score(solution_str=text, **about)
+        except Exception as error:
+            place = f"row {problem.row} (data_source {problem.data_source!r}, ground truth {problem.ground_truth!r})"
+            allowed = "a function with verl's signature that knows this data_source"
+            raise _refusal(self.name, f"{type(error).__name__}: {error}, on {place}", allowed) from error
+        if isinstance(score, dict):
+            if "acc" in score:
+                return bool(score["acc"])
+            score = score.get("score")
+        if not isinstance(score, Real) or not math.isfinite(score):
+            allowed = "a finite number, or a mapping with `acc` or `score`"
+            raise _refusal(self.name, f"it returned {score!r} on row {problem.row}", allowed)
+        return float(score) >= self.pass_score
+
+    def readable(self, problems: Sequence[Problem]) -> list[Problem]:
+        """Return the problems whose ground truth can be compared with; every response to the others would be wrong.
+
+        It also calls the function once for each data source, so that one that cannot work fails before a model loads.
+        """
+        for problem in {problem.data_source: problem for problem in problems}.values():
+            self.is_correct(problem, "")
+        found = [problem for problem in problems if self.reads_empty or str(problem.ground_truth).strip()]
+        if not found:
+            unread = f"none of the {len(problems)} ground truths can be read; the first is {problems[0].ground_truth!r}"
+            raise _refusal(self.name, unread, "answers that this reward can compare with")
+        return found
+
+
+def recorded_judgement(job: JudgedJob, reward: Reward) -> dict[str, Any]:
+    """Return a job's recorded settings; a reward's name there changes when its function does."""
+    return recorded(job) | {"reward": reward.name}
+
+
+def load_reward(name: str, pass_score: float = 1.0) -> Reward:
+    """Return the reward of a name.
+
+    It is `verl` (its default_compute_score, chosen by data_source), `math-verify` (`boxed_answer`, what the recipes
+    train with), or FILE.py[:FUNCTION] with verl's signature (FUNCTION is compute_score if not given);
+    pkg://MODULE[:FUNCTION] as in verl's configs.
+    """
+    if name == "verl":
+        from verl.utils.reward_score import default_compute_score
+
+        return Reward(name, pass_score, default_compute_score)
+    if name == "math-verify":
+        require_math_verify()
+        return Reward(name, pass_score, boxed_answer.compute_score)
+    if name.startswith(PACKAGE):
+        module_name, _, function = name.removeprefix(PACKAGE).partition(":")
+        location = PACKAGE + module_name
+    else:
+        file, _, function = name.rpartition(":") if ".py:" in name else (name, "", "")
+        location = str(Path(file).expanduser())
+        if not location.endswith(".py"):
+            allowed = "verl, math-verify, or FILE.py:FUNCTION or pkg://MODULE:FUNCTION with verl's signature"
+            raise _refusal(name, "no such reward", allowed)
+    function = function or "compute_score"
+    require_feature("reward functions")
+    from verl.utils.import_utils import load_module
+
+    try:
+        module: Any = load_module(location)
+        score = getattr(module, function)
+        if not callable(score):
+            raise TypeError(f"{function} is no function")
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise _refusal(name, f"it cannot be loaded ({type(cause).__name__}: {cause})") from error
+    path = Path(module.__file__)
+    digest = sha256(path.read_bytes()).hexdigest()[:12]
+    return Reward(f"{path.name}:{function}@{digest}", pass_score, score, reads_empty=True)
+
+
+def _refusal(name: str, problem: str, allowed: str = "") -> ConfigurationError:
+    remedy = "Correct it, or choose another --reward."
+    return ConfigurationError(problem, setting="--reward", value=name, allowed=allowed, remedy=remedy)

@@ -11,7 +11,7 @@ BUILT_IN_PROMPTS = "built-in"
 
 
 @settings(command_option, kw_only=True)
-class Job:
+class JobSettings:
     """Options of every job that draws responses or scores them. Its folder belongs to one set of recorded ones."""
 
     verb: ClassVar[str]
@@ -40,7 +40,7 @@ class Job:
 
 
 @settings(command_option, kw_only=True)
-class PromptedJob(Job):
+class PromptedJob(JobSettings):
     """A job that compares log-probs, on responses to prompts."""
 
     model: str = option(default="tiny:qwen3", help="Folder or hub name of the model; tiny:qwen3 is built in.")
@@ -64,7 +64,7 @@ class PromptedJob(Job):
 
 
 @settings(command_option, kw_only=True)
-class JudgedJob(Job):
+class JudgedJob(JobSettings):
     """A job whose responses to problems are judged."""
 
     reward: str = option(default="verl", help="verl, math-verify, or FILE.py:FUNCTION with verl's signature.")

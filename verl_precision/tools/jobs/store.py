@@ -18,8 +18,8 @@ from verl_precision.base.errors import CheckpointStateError
 from verl_precision.base.seeds import response_seed
 from verl_precision.base.settings import recorded
 from verl_precision.tools.engines.engine import Request, Response
-from verl_precision.tools.jobs.frame import PROMPTS, FixedWork, Frame, Key, recorded_versions
-from verl_precision.tools.jobs.journal import Journal
+from verl_precision.tools.jobs.job import PROMPTS, Job, Tasks, recorded_versions
+from verl_precision.tools.jobs.journal import START_AGAIN, Journal, Key
 from verl_precision.tools.jobs.settings import PromptedJob
 
 _FIELDS = {"rollout": str, "problem": str, "response": int, "log_probs": list}
@@ -46,12 +46,9 @@ class Store:
         )
         for (prompt, response), sampled, scored in zip(keys, mu, pi, strict=True):
             if len(sampled) != len(scored):
-                raise CheckpointStateError(
-                    f"{self.journal.path}: response {response} to prompt {prompt} has {len(sampled)} tokens in "
-                    f"{rollout}, and {len(scored)} scores in {train}",
-                    allowed="one score a token",
-                    remedy="Start again in a new --output.",
-                )
+                problem = f"{self.journal.path}: response {response} to prompt {prompt} has {len(sampled)} tokens in "
+                problem += f"{rollout}, and {len(scored)} scores in {train}"
+                raise CheckpointStateError(problem, allowed="one score a token", remedy=START_AGAIN)
         lengths = np.array([len(values) for values in mu])
         return lengths, np.concatenate(pi).astype(np.float64), np.concatenate(mu).astype(np.float64)
 
@@ -63,14 +60,14 @@ class Store:
 
 @contextmanager
 def open_store(
-    frame: Frame, job: PromptedJob, prompt_ids: Sequence[tuple[int, ...]], **fingerprints: Any
+    job: Job, settings: PromptedJob, prompt_ids: Sequence[tuple[int, ...]], **fingerprints: Any
 ) -> Iterator[Store]:
     """Open the journal of samples and scores; it belongs to these prompts, fingerprints and versions."""
-    with frame.journal({**recorded(job), **fingerprints, **recorded_versions(), PROMPTS: prompt_ids}) as journal:
-        yield Store(journal, job, prompt_ids)
+    with job.journal({**recorded(settings), **fingerprints, **recorded_versions(), PROMPTS: prompt_ids}) as journal:
+        yield Store(journal, settings, prompt_ids)
 
 
-class Series(FixedWork):
+class Series(Tasks):
     """The samples of a rollout, or with a trainer their scores."""
 
     def __init__(

@@ -15,8 +15,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from verl_precision.base.errors import PatchError
-from verl_precision.tools.patching.series import State, available, sha256
-from verl_precision.tools.patching.tree import Tree, files_to_change, open_tree, require_permission
+from verl_precision.tools.patching.series import (
+    State,
+    Tree,
+    available,
+    files_to_change,
+    open_tree,
+    require_permission,
+    sha256,
+)
 
 FOLDER = ".verl-precision-patch"
 
@@ -26,10 +33,8 @@ def check_tree(path: Path) -> str:
     tree = open_tree(path, available())
     pristine, applied = (files_to_change(tree, goal) for goal in (State.APPLIED, State.PRISTINE))
     if pristine and applied:
-        raise PatchError(
-            f"TREE={tree.root}: patched in part, as an interrupted call leaves it: {len(applied)} of "
-            f"{len(tree.files)} files. Run --apply or --revert: either brings all files into one state."
-        )
+        problem = f"patched in part, as an interrupted call leaves it: {len(applied)} of {len(tree.files)} files"
+        raise tree.refused(problem, "Run --apply or --revert: either brings all files into one state.")
     state, goal = (State.APPLIED, State.PRISTINE) if applied else (State.PRISTINE, State.APPLIED)
     verb = "reverts" if applied else "applies"
     with tempfile.TemporaryDirectory(prefix="verl-precision-") as folder:
@@ -88,10 +93,8 @@ def make_copies(tree: Tree, goal: State, paths: list[str], folder: Path) -> None
             _git_apply(folder, patch.path, ["-R"] * reverse + chosen)
     for path in paths:
         if sha256(folder / path) != tree.series.files[path][goal]:
-            raise PatchError(
-                f"{path}: the result is not what is recorded in {tree.series.folder}; nothing was touched. "
-                "Reinstall verl-precision."
-            )
+            problem = f"{path}: the result is not what is recorded in {tree.series.folder}; nothing was touched"
+            raise PatchError(problem, remedy="Reinstall verl-precision.")
 
 
 def put_in_place(tree: Tree, goal: State, paths: list[str], folder: Path) -> None:
@@ -142,8 +145,7 @@ def _make_alike(path: Path, like: Path, bits: int = 0o7777) -> None:
         try:
             os.chown(path, wanted.st_uid, wanted.st_gid)
         except PermissionError:
-            raise PatchError(
-                f"{like}: it belongs to user {wanted.st_uid}, group {wanted.st_gid}, and the changed file would not; "
-                "nothing was touched. Run the command as that user or as root."
-            ) from None
+            problem = f"{like}: it belongs to user {wanted.st_uid}, group {wanted.st_gid}, and the copy would not"
+            remedy = "Run the command as that user or as root."
+            raise PatchError(f"{problem}; nothing was touched", remedy=remedy) from None
     path.chmod(wanted.st_mode & bits)

@@ -7,8 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from verl_precision.tools.jobs.problems import DataSet
-from verl_precision.tools.sanity_set.schedule import Schedule
-from verl_precision.tools.sanity_set.window import Verdict
+from verl_precision.tools.sanity_set.schedule import Schedule, Verdict
 from verl_precision.tools.show.tables import terminal_table
 
 BINS = 10
@@ -43,7 +42,7 @@ def summarise(data: DataSet, schedule: Schedule, unreadable: int, overlong: int)
         histogram[min(tally.correct_count * BINS // tally.drawn, BINS - 1)] += 1
     return Summary(
         rows=data.table.num_rows,
-        duplicates=data.duplicates,
+        duplicates=data.table.num_rows - len(data.problems),
         unreadable=unreadable,
         overlong=overlong,
         kept=len(tallies) - len(dropped),

@@ -1,13 +1,81 @@
-"""Which responses to draw next: those that some verdict needs first, more only where an engine would idle."""
+"""When a problem's verdict can no longer change, and which responses to draw next.
 
+With k of m responses correct, n to be drawn in all, and n - m still open, the final number of correct responses lies
+in [k, k + n - m]. A problem is kept if it ends in [⌈low n⌉, ⌊high n⌋], both ends included. The verdict is decided as
+soon as that whole interval lies inside (kept), or outside (dropped); more responses cannot change it. Whole numbers
+only, so that 20% of 40 is 8 and not 8.000000000000002.
+"""
+
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import Enum
+from fractions import Fraction
 from itertools import islice
 
-from verl_precision.base.errors import CheckpointStateError
-from verl_precision.tools.jobs.frame import Key
-from verl_precision.tools.sanity_set.window import Verdict, Window
+from verl_precision.base.errors import CheckpointStateError, ConfigurationError
+from verl_precision.tools.jobs.journal import START_AGAIN, Key
+
+
+class Verdict(Enum):
+    """What is known of a problem."""
+
+    OPEN = "open"
+    KEPT = "kept"
+    DROPPED = "dropped"
+
+
+@dataclass(frozen=True)
+class Window:
+    """The rule: the accuracies that are kept, both ends included."""
+
+    responses: int = 40  # n
+    low: Fraction = Fraction(1, 5)
+    high: Fraction = Fraction(4, 5)
+
+    def __post_init__(self) -> None:
+        """Refuse a window that cannot keep anything."""
+        if not 0 <= self.low <= self.high <= 1:
+            raise ConfigurationError(str(self), allowed="0 <= low <= high <= 1", remedy="The paper keeps 0.2 to 0.8.")
+        if self.fewest > self.most:
+            problem = f"{self}: no accuracy of {self.responses} responses lies between them: nothing would be kept"
+            raise ConfigurationError(problem, remedy="Widen the window or draw more responses.")
+
+    def __str__(self) -> str:
+        """Return the window as options of the command line."""
+        return f"--low {float(self.low):g} --high {float(self.high):g}"
+
+    @property
+    def fewest(self) -> int:
+        """Smallest final number of correct responses that is kept."""
+        return math.ceil(self.low * self.responses)
+
+    @property
+    def most(self) -> int:
+        """Largest final number of correct responses that is kept."""
+        return math.floor(self.high * self.responses)
+
+    def verdict(self, correct: int, drawn: int) -> Verdict:
+        """Return what is known after m = `drawn` responses, k = `correct` of them correct."""
+        left = self.responses - drawn
+        if correct > self.most or correct + left < self.fewest:
+            return Verdict.DROPPED
+        if correct >= self.fewest and correct + left <= self.most:
+            return Verdict.KEPT
+        return Verdict.OPEN
+
+    def min_responses_to_decide(self, correct: int, drawn: int) -> int:
+        """Return how many more responses it takes at least to decide: drawing that many at once wastes none.
+
+        Kept takes `fewest` correct and n - `most` wrong ones; dropped takes `most` + 1 correct or n - `fewest` + 1
+        wrong ones.
+        """
+        if self.verdict(correct, drawn) is not Verdict.OPEN:
+            return 0
+        wrong = drawn - correct
+        to_keep = max(self.fewest - correct, 0) + max(self.responses - self.most - wrong, 0)
+        return min(to_keep, self.most + 1 - correct, self.responses - self.fewest + 1 - wrong)
 
 
 @dataclass
@@ -40,7 +108,7 @@ class Schedule:
         """Start with nothing drawn; without `early_stopping`, all n responses to each problem will be."""
         self.window, self.early_stopping = window, early_stopping
         self.tallies = {problem: Tally() for problem in problems}
-        self.total, self.in_flight = len(self.tallies), None
+        self.total = len(self.tallies)
         self._open = dict.fromkeys(self.tallies)  # in order
         self._undecided = OrderedDict(self._open)  # those that need more than is in flight; begun ones first
 
@@ -69,12 +137,9 @@ class Schedule:
         """Count a response, whether it comes from an engine or from the journal; one of no such index is refused."""
         tally = self.tallies.get(problem)
         if tally is None or not 0 <= response < self.window.responses or response in tally.correct:
-            reason = "unknown problem" if tally is None else "counted before" if response in tally.correct else "index"
-            raise CheckpointStateError(
-                f"response {response} to problem {problem} cannot be counted ({reason})",
-                allowed=f"each response from 0 to {self.window.responses - 1} once, to a problem of the data set",
-                remedy="Start again in a new --output.",
-            )
+            words = f"response {response} to problem {problem} is none of this job's, or was counted before"
+            allowed = f"each response from 0 to {self.window.responses - 1} once, to a problem of the data set"
+            raise CheckpointStateError(words, allowed=allowed, remedy=START_AGAIN)
         tally.asked.discard(response)
         tally.correct[response] = correct
         tally.tokens += tokens
@@ -99,10 +164,9 @@ class Schedule:
 
     def _needed(self, problem: str) -> int:
         tally = self.tallies[problem]
-        needed = self.window.responses - tally.drawn
         if self.early_stopping:
-            needed = self.window.min_responses_to_decide(tally.correct_count, tally.drawn)
-        return max(needed - len(tally.asked), 0)
+            return max(self.window.min_responses_to_decide(tally.correct_count, tally.drawn) - len(tally.asked), 0)
+        return self.window.responses - tally.drawn - len(tally.asked)
 
     def _take(self, problem: str, count: int) -> list[Key]:
         tally = self.tallies[problem]

@@ -1,6 +1,5 @@
 """A sanity set from end to end: problems and prompts, responses, files."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -8,13 +7,19 @@ from rich.console import Console
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.seeds import response_seed
-from verl_precision.tools.engines.engine import Request, Response
-from verl_precision.tools.engines.model import Model, find_model, tokenize
+from verl_precision.tools.engines.engine import Request, Response, SamplerSettings
+from verl_precision.tools.engines.model import Model, find_model
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
-from verl_precision.tools.jobs.frame import Frame
+from verl_precision.tools.jobs.job import Job, Tasks
 from verl_precision.tools.jobs.journal import Journal
-from verl_precision.tools.jobs.problems import Problem, read_data_set
-from verl_precision.tools.jobs.reward import Reward, load_reward, recorded_judgement
+from verl_precision.tools.jobs.problems import (
+    Problem,
+    Reward,
+    load_reward,
+    problem_tokens,
+    read_data_set,
+    recorded_judgement,
+)
 from verl_precision.tools.sanity_set.results import Summary, content, summarise, table, write_figure
 from verl_precision.tools.sanity_set.schedule import Schedule
 from verl_precision.tools.sanity_set.settings import SanitySet
@@ -23,8 +28,8 @@ OUTPUTS = ("kept.parquet", "summary.json", "accuracy.png")
 _FIELDS = {"problem": str, "response": int, "correct": bool, "tokens": int}
 
 
-class _ResponseJob(Schedule):
-    """The schedule as `Work`: each response is judged, written to the journal, and counted."""
+class _Responses(Schedule, Tasks):
+    """What the schedule hands out: each response is judged, written to the journal, and counted."""
 
     def __init__(
         self, job: SanitySet, journal: Journal, reward: Reward, problems: list[Problem], prompts: dict[str, tuple]
@@ -47,53 +52,54 @@ class _ResponseJob(Schedule):
 
     def record(self, response: Response) -> None:
         correct = self._reward.is_correct(self._problems[response.problem], response.text or "")
-        counted: dict[str, Any] = {"problem": response.problem, "response": response.response}
-        counted |= {"correct": correct, "tokens": response.length}
+        counted: dict[str, Any] = dict(zip(_FIELDS, (*response.key, correct, response.length), strict=True))
         self._journal.append({**counted, "text": response.text if self._job.keep_text else None})
         self.count(**counted)
 
 
-def build_sanity_set(job: SanitySet, console: Console) -> Summary:
+def build_sanity_set(settings: SanitySet, console: Console) -> Summary:
     """Draw, decide, and write kept.parquet, summary.json and accuracy.png; refuse a window that keeps no problem.
 
     Options that cannot work are refused before an engine starts. If an engine fails, what was drawn is kept.
     """
-    frame, data = Frame(job, console), read_data_set(job.data)
-    reward = load_reward(job.reward, job.pass_score)
+    job, data = Job(settings, console), read_data_set(settings.data)
+    reward = load_reward(settings.reward, settings.pass_score)
     problems = reward.readable(data.problems)
-    model = find_model(job.model)
-    prompts = _prompts(job, model, problems)
-    settings = recorded_judgement(job, reward) | {"low": str(job.low), "high": str(job.high)}
-    settings |= {"data": data.digest, "responses_from": model.fingerprint, "temperature": 1.0, "top_p": 1.0}
-    with frame.journal(settings, OUTPUTS) as journal:
-        schedule = _ResponseJob(job, journal, reward, problems, prompts)
+    model = find_model(settings.model)
+    prompts = _prompts(settings, model, problems)
+    recorded = recorded_judgement(settings, reward) | {"low": str(settings.low), "high": str(settings.high)}
+    recorded |= {"data": data.digest, "responses_from": model.fingerprint, "temperature": 1.0, "top_p": 1.0}
+    with job.journal(recorded, OUTPUTS) as journal:
+        schedule = _Responses(settings, journal, reward, problems, prompts)
         console.print(f"{len(prompts)} problems", highlight=False)
-        length = job.max_prompt_length + job.max_response_length
-        # A model's own generation_config.json may name further tokens that end a response.
-        build = partial(VllmEngine, job.model, job.dtype, length, generation_config="vllm")
-        frame.complete(f"sample-{job.dtype}", [schedule], build)
+        sampler = SamplerSettings(
+            model=settings.model,
+            dtype=settings.dtype,
+            max_model_len=settings.max_prompt_length + settings.max_response_length,
+            more={"generation_config": "vllm"},  # a model's own may name further tokens that end a response
+        )
+        job.complete(f"sample-{settings.dtype}", [schedule], partial(VllmEngine, sampler))
         unreadable, overlong = len(data.problems) - len(problems), len(problems) - len(prompts)
         summary = summarise(data, schedule, unreadable, overlong)
-        frame.write(content(summary, schedule))
-        write_figure(job.folder / "accuracy.png", schedule, f"{job.title} on {job.data.stem}")
+        job.write(content(summary, schedule))
+        write_figure(job.folder / "accuracy.png", schedule, f"{settings.title} on {settings.data.stem}")
         console.print(table(summary))
         if not summary.kept:
-            problem = f"{job.window} keeps none of {len(schedule.tallies)} problems, of which so many have an accuracy "
-            problem += f"from 0 to 10%, to 20%, ...: {', '.join(map(str, summary.histogram))}"
+            problem = f"{settings.window} keeps none of {len(schedule.tallies)} problems, of which so many have an "
+            problem += f"accuracy from 0 to 10%, to 20%, ...: {', '.join(map(str, summary.histogram))}"
             remedy = "Choose a window where there are problems; or check --reward and the prompts if all are 0."
             raise ConfigurationError(problem, remedy=remedy)
         data.write(job.folder / "kept.parquet", schedule.kept())
-    frame.show_written(OUTPUTS)
+    job.show_written(OUTPUTS)
     return summary
 
 
-def _prompts(job: SanitySet, model: Model, problems: Sequence[Problem]) -> dict[str, tuple[int, ...]]:
+def _prompts(settings: SanitySet, model: Model, problems: list[Problem]) -> dict[str, tuple[int, ...]]:
     """Return the prompts that are short enough, in tokens."""
-    model.require_dtypes("--dtype", [job.dtype])
-    prompts = tokenize([problem.prompt for problem in problems], model)
-    lengths, most = [len(ids) for ids in prompts], job.max_prompt_length
+    model.require_dtypes("--dtype", [settings.dtype])
+    prompts = problem_tokens(problems, model)
+    lengths, most = [len(ids) for ids in prompts.values()], settings.max_prompt_length
     if min(lengths) > most:
         allowed = f"{min(lengths)} or more; the longest has {max(lengths)} tokens"
         raise ConfigurationError("every prompt is longer", setting="--max-prompt-length", value=most, allowed=allowed)
-    named = zip((problem.identifier for problem in problems), prompts, strict=True)
-    return {name: ids for name, ids in named if len(ids) <= most}
+    return {name: ids for name, ids in prompts.items() if len(ids) <= most}

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from verl_precision.base.dtypes import Dtype
 from verl_precision.base.settings import command_option, option, settings
 from verl_precision.tools.jobs.settings import JudgedJob
-from verl_precision.tools.sanity_set.window import Window
+from verl_precision.tools.sanity_set.schedule import Window
 
 
 def _share(value: Fraction | str) -> Fraction:

@@ -1,8 +1,7 @@
 """`verl-precision selftest`: is this machine fit for FP16 RL? The acceptance test of a machine, for its owner.
 
-checks               every check: its part, what it shows, how long it may take, what it needs
-engine_checks        part A with torch alone: overflows, log-probs, digest, experts
-selftest_engine      part A with verl's engine: updates, a restart, the shadow
+checks               what a check is; all of them, by name
+engine_checks        part A: verl's FSDP engine with ours on top, and what torch alone shows
 stack_checks         part B, the whole stack: short runs of verl with vLLM, and faults that must stop a run
 selftest_faults      faults that part B plants in its runs, each loaded by its name
 session              one process a check, progress, the table, selftest.json

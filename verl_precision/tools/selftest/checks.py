@@ -1,35 +1,38 @@
-"""Every check of the self-test: its name, what it shows, where its function is."""
+"""What a check of the self-test is, and all of them by name, in the order in which they are registered."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
+from typing import Any, TypeVar
 
-from verl_precision.base.files import table_of
-
+NO_FSDP1 = "FSDP1 cannot wrap CPU parameters"
 # What a check measured, by name with its unit.
 Figures = dict[str, float | int | str]
+Function = Callable[[str, Path], Figures]
+F = TypeVar("F", bound=Function)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check. Its function has the check's name; it is called with the device and a folder of its own.
-
-    It returns what it measured, and raises if the machine fails.
-    """
+    """One check."""
 
     name: str  # on the command line and in selftest.json
     part: str  # "A" (engine) or "B" (whole stack)
     shows: str  # what is known when it has passed
-    module: str  # of its function
+    function: Function  # of the device and a folder of its own; it returns what it measured, or raises
     seconds: int = 300  # time limit
     needs_gpu: str = ""  # why a CPU cannot run it
     alone: bool = False  # no other check may use the GPU meanwhile: vLLM compares free memory when it sleeps
 
-    def load(self) -> Callable[[str, Path], Figures]:
-        """Import the check's function."""
-        return getattr(import_module(self.module), self.name)
+
+CHECKS: dict[str, Check] = {}
 
 
-_KNOWN = table_of(__file__)
-CHECKS = tuple(Check(**{**known, "module": f"{__package__}.{known['module']}"}) for known in _KNOWN)
+def check(name: str, part: str, shows: str, **limits: Any) -> Callable[[F], F]:
+    """Register a function as a check, with fields of `Check`."""
+
+    def register(function: F) -> F:
+        CHECKS[name] = Check(name, part, shows, function, **limits)
+        return function
+
+    return register

@@ -1,7 +1,6 @@
-"""Part A, as far as torch alone shows it: overflows under offloading, log-probs, digest, experts."""
+"""Part A: updates and overflows of verl's FSDP engine with ours on top, on one device."""
 
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +8,24 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
 
+from verl_precision.base.dtypes import long
 from verl_precision.base.errors import require
+from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.check.installation import findings
-from verl_precision.engine.log_probs import log_probs_and_entropy
 from verl_precision.engine.loss_scaling import LossScaler, local_part
 from verl_precision.engine.settings import LossScaleSettings
-from verl_precision.tools.selftest.checks import Figures
-from verl_precision.weight_sync import manifest
+from verl_precision.tools.selftest.checks import NO_FSDP1, Figures, check
 
-GIB = 2**30
-_OVERFLOWS, _SCALE = 500, 1024.0
+_UPDATES, _SAVED_AFTER = 50, 25
+_GROWTH_INTERVAL, _FIRST_SCALE = 8, 1024.0
+_PLANTED = {3, 4, 17, 30, 41}  # two in a row; before and after the checkpoint
+_OVERFLOWS = 500
+ONE_DEVICE = "gradients and loss scale are on one device"
 
 
+@check("installation", "A", "versions, plugin and host symbols are as tested", alone=True)
 def installation(device: str, folder: Path) -> Figures:
     """Ask what `verl-precision check` asks of an installation."""
     found = list(findings())
@@ -31,177 +34,164 @@ def installation(device: str, folder: Path) -> Figures:
     return {"findings": len(found)}
 
 
-def log_probs(device: str, folder: Path) -> Figures:
-    """Take log-probs of 22,528 tokens and 151,936 words, as one micro-batch of the 1.5B recipes has them.
+@check("fp16_updates", "A", "50 FP16 updates: overflows skipped, scale exact, resumed", alone=True)
+def fp16_updates(device: str, folder: Path, strategy: str = "fsdp2") -> Figures:
+    """Train 50 updates in FP16, with planted overflows and a restart."""
+    from verl_precision.integration.engine.single_rank import one_rank
 
-    On a CPU fewer of both. Values and gradients of some rows are compared with float64.
-    """
-    tokens, words, chunk = (22528, 151936, 512) if device == "cuda" else (1024, 20000, 256)
-    logits = torch.empty(tokens, words, dtype=torch.float16, device=device)
-    for rows in logits.split(2048):
-        rows.copy_(torch.randn(rows.shape, device=device) * 4)
-    logits.requires_grad_(True)
-    labels = torch.randint(words, (tokens,), device=device)
-    temperature = torch.full((tokens,), 0.8, device=device)
-    before = torch.cuda.memory_allocated() if device == "cuda" else 0
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-
-    def forward_and_backward() -> tuple[Tensor, Tensor]:
-        logits.grad = None
-        found, entropy = log_probs_and_entropy(logits, labels, temperature, chunk_tokens=chunk, with_entropy=True)
-        assert entropy is not None
-        (found.sum() + entropy.sum()).backward()
-        return found.detach(), entropy.detach()
-
-    seconds = timed(forward_and_backward, device)
-    extra = (torch.cuda.max_memory_allocated() - before) / GIB if device == "cuda" else 0.0
-    found, entropy = forward_and_backward()
-    some = torch.arange(0, tokens, tokens // 16, device=device)
-    exact = logits.detach()[some].double().requires_grad_(True)
-    log_p = (exact / temperature[some, None].double()).log_softmax(-1)
-    expected = log_p.gather(-1, labels[some, None]).squeeze(-1)
-    expected_entropy = -(log_p.exp() * log_p).sum(-1)
-    (expected.sum() + expected_entropy.sum()).backward()
-    error = max(float((found[some] - expected).abs().max()), float((entropy[some] - expected_entropy).abs().max()))
-    require(error < 2e-5, f"log-probs or entropy are off by {error:.1e} nats; float32 arithmetic is off by 1e-6")
-    assert logits.grad is not None and exact.grad is not None
-    off = float((logits.grad[some].double() - exact.grad).norm() / exact.grad.norm())
-    require(off < 1e-3, f"the gradient of the logits is off by {off:.1e}; rounding to FP16 makes 3e-4")
-    size = logits.numel() * 2 / GIB
-    if device == "cuda":  # the gradient, and a few FP32 copies of one chunk
-        bound = size + 6 * chunk * words * 4 / GIB
-        require(extra <= bound, f"the peak is {extra:.1f} GiB above the logits; at most {bound:.1f} were expected")
-    return {"tokens": tokens, "logits_gib": size, "extra_gib": extra, "ms": seconds * 1e3, "error_nats": error}
+    settings = LossScaleSettings(initial=_FIRST_SCALE, growth_interval=_GROWTH_INTERVAL)
+    build = partial(build_engine, device, "fp16", strategy, loss_scale=settings)
+    with one_rank(device):
+        engines = [build()]
+        exact, found = _gradient(build_engine(device, "fp32", strategy)), _gradient(engines[0])
+        error = float((found - exact).norm() / exact.norm())
+        require(error < 4e-3, f"gradients in FP16 are off by {error:.1e} of FP32's; FP16 makes 1.4e-3, BF16 8e-3")
+        scale, healthy, skipped = _FIRST_SCALE, 1, 0  # the gradient above was a healthy update of the scaler
+        for number in range(_UPDATES):
+            if number == _SAVED_AFTER:
+                engines[0].save_checkpoint(str(folder / "checkpoint"), global_step=number)
+                engines.append(build())
+                engines[1].load_checkpoint(str(folder / "checkpoint"))
+            before = _weights(engines[0])
+            for engine in engines:
+                update(engine, planted=number in _PLANTED)
+            unchanged = torch.equal(_weights(engines[0]), before)
+            skipped += unchanged
+            if number in _PLANTED:
+                scale, healthy = scale / 2, 0
+                require(unchanged, f"update {number} overflowed and changed weights")
+            else:
+                healthy += 1
+                if healthy == _GROWTH_INTERVAL:
+                    scale, healthy = scale * 2, 0
+                require(not unchanged, f"update {number} was healthy and did nothing")
+            for name, engine in zip(("engine", "resumed engine"), engines, strict=False):
+                got = engine.scaler.get_scale()
+                require(got == scale, f"after update {number} the {name}'s loss scale is {got:g}, not {scale:g}")
+        unbroken, resumed = map(_weights, engines)
+        apart = float((unbroken - resumed).abs().max() / unbroken.abs().max())
+        require(apart < 1e-3, f"after a resume the weights are {apart:.1e} of the largest away from an unbroken run")
+    return {"skipped": skipped, "gradient_error": error, "resumed_apart": apart, "last_scale": scale}
 
 
-def digest(device: str, folder: Path) -> Figures:
-    """Flip one bit of a large tensor and compare digests; time the digest beside a copy of the same bytes."""
-    elements, small_tensors = (2**31, 19000) if device == "cuda" else (2**27, 2000)
-    large = torch.empty(elements, dtype=torch.bfloat16, device=device)
-    for part in large.split(2**26):
-        part.copy_(torch.randn(part.shape, device=device))
-    first = manifest.digest(large)
-    bits = manifest.bit_view(large)
-    bits[elements // 3] ^= 1
-    require(manifest.digest(large) != first, "a flipped bit of a large tensor was not seen")
-    bits[elements // 3] ^= 1
-    require(manifest.digest(large) == first, "the same tensor has two digests")
-    copied = torch.empty_like(large)
-    seconds, copy_seconds = timed(lambda: manifest.digest(large), device), timed(lambda: copied.copy_(large), device)
-    small = list(large[: small_tensors * 4096].view(small_tensors, 64, 64))
-
-    def stream() -> None:
-        digests = manifest.StreamDigest()
-        for number, tensor in enumerate(small):
-            digests.add(str(number), tensor)
-        digests.fetch()
-
-    each = timed(stream, device, repeats=1) / small_tensors
-    gigabytes = large.numel() * 2 / 1e9
-    return {
-        "gigabytes": gigabytes,
-        "digest_gb_per_s": gigabytes / seconds,
-        "copy_gb_per_s": gigabytes / copy_seconds,
-        "times_a_copy": seconds / copy_seconds,
-        "small_tensor_us": each * 1e6,
-    }
+check("fp16_updates_fsdp1", "A", "the same under FSDP1", needs_gpu=NO_FSDP1, alone=True)(
+    partial(fp16_updates, strategy="fsdp")
+)
 
 
+def build_engine(device: str, dtype: str, strategy: str = "fsdp2", **ours: Any) -> Any:
+    """Build verl's engine around a tiny model. What else is ours in its config: fields of `PrecisionFSDPConfig`."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine import EngineRegistry
+
+    from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
+
+    if device == "cpu":
+        torch.set_num_threads(1)  # the model is tiny
+    model = HFModelConfig(
+        path=str(cached_tiny_model("qwen3")),
+        use_remove_padding=True,
+        enable_gradient_checkpointing=True,
+        override_config={"attn_implementation": "sdpa"},
+    )
+    model.model_type = "language_model"
+    engine = EngineRegistry.get_engine_cls("language_model", strategy)(
+        model_config=model,
+        engine_config=PrecisionFSDPConfig(
+            strategy=strategy,
+            fsdp_size=-1,
+            use_torch_compile=False,
+            dtype=long(dtype),
+            mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+            **ours,
+        ),
+        optimizer_config=FSDPOptimizerConfig(lr=1e-3, lr_scheduler_type="constant", total_training_steps=1000),
+        checkpoint_config=CheckpointConfig(save_contents=["model", "optimizer", "extra"]),
+    )
+    engine.initialize()
+    return engine
+
+
+def batch() -> Any:
+    """Return three sequences of different lengths, the same ones each time."""
+    from verl_precision.integration.engine.single_rank import engine_batch
+
+    generator = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(3, 90, (length,), generator=generator) for length in (12, 20, 7)]
+    switches = {"use_remove_padding": True, "calculate_entropy": True, "update_lr_scheduler": True}
+    return engine_batch(sequences, max_token_len_per_gpu=32, **switches)
+
+
+def _loss(model_output: Any, data: Any, dp_group: Any, planted: bool) -> tuple[Tensor, dict[str, Any]]:
+    return -model_output["log_probs"].values().float().mean() * (float("inf") if planted else 1.0), {}
+
+
+def update(engine: Any, planted: bool = False) -> None:
+    """Do one update, with an infinite loss if an overflow is planted."""
+    with engine.train_mode():
+        engine.train_batch(batch(), partial(_loss, planted=planted))
+
+
+def _gradient(engine: Any) -> Tensor:
+    """Return the unscaled gradient; a scaler counts it as a healthy update."""
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(batch(), partial(_loss, planted=False))
+        if engine.scaler is not None:
+            engine.scaler.unscale_(engine.optimizer)
+        found = torch.cat([_whole(p.grad).flatten().double().cpu() for p in engine.module.parameters()])
+        if engine.scaler is not None:
+            engine.scaler.update()
+        engine.optimizer_zero_grad()
+    return found
+
+
+def _weights(engine: Any) -> Tensor:
+    return torch.cat([_whole(p.detach()).flatten().float().cpu() for p in engine.module.parameters()])
+
+
+def _whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@check("offload_overflow", "A", "500 overflows under offload_policy, none missed", needs_gpu=ONE_DEVICE, alone=True)
 def offload_overflow(device: str, folder: Path) -> Figures:
-    """Plant 500 overflows in gradients on the host while the GPU is busy; count those that each scaler misses.
+    """Plant 500 overflows in gradients on the host while the GPU is busy, in each step but the first and the last.
 
-    Under `offload_policy` torch's scaler copies 1/S and its found-inf flag to the host and does not wait for them. What
-    it misses depends on the machine, and is reported. Ours must miss nothing.
+    Under `offload_policy` torch's scaler copies 1/S and its found-inf flag to the host and does not wait for them. Ours
+    must miss no overflow, and divide every finite gradient by the scale.
     """
     from verl_precision.integration.engine.single_rank import one_rank
 
-    never = 10**9
-    with one_rank("cuda"):
-        theirs = _planted(ShardedGradScaler("cuda", init_scale=_SCALE, growth_interval=never))
-        ours = _planted(LossScaler(LossScaleSettings(initial=_SCALE, growth_interval=never), "cuda"))
-    problem = ", ".join(f"{key} {value}" for key, value in ours.items())
-    require(not any(ours.values()), f"of {_OVERFLOWS} overflows: {problem}", "Keep offload_policy=False here.")
-    counted = (("torch", theirs), ("ours", ours))
-    return {f"{name}_{key}": value for name, counts in counted for key, value in counts.items()}
-
-
-def _planted(scaler: ShardedGradScaler) -> dict[str, int]:
-    """Plant an infinite element in one gradient of each step but the first and the last, and count.
-
-    `missed` are overflows after which the step was not skipped; `misread`, steps whose finite gradients were not
-    divided by the scale; `false_alarms`, steps without an overflow that were skipped.
-    """
-    width = 64
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
-    sharding: dict[str, Any] = {
-        "mesh": init_device_mesh("cuda", (1,)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32),
-        "offload_policy": CPUOffloadPolicy(),
-    }
-    for module in [*model, model]:
-        fully_shard(module, **sharding)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    busy, inputs = torch.randn(4096, 4096, device="cuda").half(), torch.randn(8, width, device="cuda")
     counts = {"missed": 0, "misread": 0, "false_alarms": 0}
-    for step in range(_OVERFLOWS + 2):
-        planted = 0 < step <= _OVERFLOWS
-        optimizer.zero_grad()
-        scaler.scale(model(inputs).float().square().mean()).backward()
-        first, last = [local_part(p.grad) for p in model.parameters() if p.grad is not None and p.dim() == 2]
-        expected = first / scaler.get_scale()  # get_scale waits: the stream is empty from here on
-        if planted:
-            last.view(-1)[step % last.numel()] = float("inf")
-        for _ in range(40):  # some 10 ms of an H100
-            torch.mm(busy, busy)
-        scaler.unscale_(optimizer)
-        torch.cuda.synchronize()  # by now every copy has arrived
-        counts["misread"] += not torch.allclose(first, expected)
-        skips = any(float(flag) for flag in scaler._found_inf_per_device(optimizer).values())
-        counts["missed"] += planted and not skips
-        counts["false_alarms"] += skips and not planted
-        scaler.step(optimizer)
-        scaler.update(_SCALE)
-    return counts
-
-
-def grouped_experts(device: str, folder: Path) -> Figures:
-    """Time one layer of experts of Qwen3-30B-A3B, forward and backward, 8,192 tokens, in FP16 and in BF16.
-
-    Torch's grouped product has a kernel for BF16 only on Hopper; what FP16 costs decides how an MoE is trained.
-    `benchmarks/grouped_experts.py` compares the other ways to compute experts.
-    """
-    from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
-
-    shape = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
-    figures: Figures = {}
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.device("cuda"):
-            layer = Qwen3MoeSparseMoeBlock(Qwen3MoeConfig(**shape, experts_implementation="grouped_mm")).to(dtype)
-            for parameter in layer.parameters():
-                nn.init.normal_(parameter, std=0.02)
-            hidden = torch.randn(1, 8192, shape["hidden_size"], dtype=dtype, requires_grad=True)
-
-        def forward_and_backward(layer: nn.Module = layer, hidden: Tensor = hidden) -> None:
-            output = layer(hidden)
-            (output[0] if isinstance(output, tuple) else output).sum().backward()
-
-        figures[f"{str(dtype).removeprefix('torch.')}_ms"] = timed(forward_and_backward, device, repeats=5) * 1e3
-    figures["times"] = float(figures["float16_ms"]) / float(figures["bfloat16_ms"])
-    return figures
-
-
-def timed(function: Callable[[], object], device: str, repeats: int = 3) -> float:
-    """Return the median seconds of a function, after one call that is not counted."""
-    taken = []
-    for _ in range(repeats + 1):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        function()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
-    return sorted(taken[1:])[repeats // 2]
+    with one_rank("cuda"):
+        scaler = LossScaler(LossScaleSettings(initial=_FIRST_SCALE, growth_interval=10**9), "cuda")
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        mesh, dtypes = init_device_mesh("cuda", (1,)), MixedPrecisionPolicy(torch.float16, torch.float32)
+        for module in [*model, model]:
+            fully_shard(module, mesh=mesh, mp_policy=dtypes, offload_policy=CPUOffloadPolicy())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        busy, inputs = torch.randn(4096, 4096, device="cuda").half(), torch.randn(8, 64, device="cuda")
+        for step in range(_OVERFLOWS + 2):
+            planted = 0 < step <= _OVERFLOWS
+            optimizer.zero_grad()
+            scaler.scale(model(inputs).float().square().mean()).backward()
+            first, last = [local_part(p.grad) for p in model.parameters() if p.grad is not None and p.dim() == 2]
+            expected = first / scaler.get_scale()  # get_scale waits: the stream is empty from here on
+            if planted:
+                last.view(-1)[step % last.numel()] = float("inf")
+            for _ in range(40):  # some 10 ms of an H100
+                torch.mm(busy, busy)
+            scaler.unscale_(optimizer)
+            torch.cuda.synchronize()  # by now every copy has arrived
+            counts["misread"] += not torch.allclose(first, expected)
+            skips = any(float(flag) for flag in scaler._found_inf_per_device(optimizer).values())
+            counts["missed"] += planted and not skips
+            counts["false_alarms"] += skips and not planted
+            scaler.step(optimizer)
+            scaler.update(_FIRST_SCALE)
+    problem = ", ".join(f"{key} {value}" for key, value in counts.items())
+    require(not any(counts.values()), f"of {_OVERFLOWS} overflows: {problem}", "Keep offload_policy=False here.")
+    return {**counts}

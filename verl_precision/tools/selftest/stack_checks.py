@@ -1,8 +1,8 @@
 """Part B: short runs of verl's own `main_ppo` with vLLM and Ray, and faults that must stop a run."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from verl_precision.base.errors import CheckFailedError, RunFailedError, require
 from verl_precision.base.overrides import quoted
@@ -11,17 +11,16 @@ from verl_precision.mismatch.metric_names import K3_KL
 from verl_precision.tools.runs.fork_server import fork_server_on_cpu
 from verl_precision.tools.runs.launch import Progress, run_verl
 from verl_precision.tools.runs.read import Rows, read_metrics
-from verl_precision.tools.selftest.checks import Figures
+from verl_precision.tools.selftest.checks import NO_FSDP1, Figures, check
 
 RECIPE = Path(__file__).with_name("stack.yaml")
 _WORKER = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
+_ROUNDED = "actor_rollout_ref.actor.fsdp_config.stochastic_rounding_to=bf16"
 _EXTENSION = f"{_WORKER}=verl_precision.tools.selftest.selftest_faults"
-_ROUNDED_TO = "actor_rollout_ref.actor.fsdp_config.stochastic_rounding_to"  # before the weights leave
-_MODEL = "actor_rollout_ref.model"
-_LORA = (f"{_MODEL}.lora_rank=8", f"{_MODEL}.lora_alpha=16", f"{_MODEL}.target_modules=all-linear")
+_LORA = tuple(
+    f"actor_rollout_ref.model.{each}" for each in ("lora_rank=8", "lora_alpha=16", "target_modules=all-linear")
+)
 _ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
-
-StackCheck = Callable[[str, Path], Figures]
 
 
 class _KilledError(Exception):
@@ -33,43 +32,53 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     return -float(len(solution_str))
 
 
-def _trains(*overrides: str, steps: int, reports: str = "", sleeps: bool = False) -> StackCheck:
-    """Return a check: a run with overrides does its steps and is healthy."""
+def _trains(name: str, shows: str, *overrides: str, reports: str = "", sleeps: bool = False, **limits: Any) -> None:
+    """Register a check: a run with overrides does two steps and is healthy."""
 
-    def check(device: str, folder: Path) -> Figures:
-        rows = _run(device, folder, f"trainer.total_training_steps={steps}", *overrides, sleeps=sleeps)
-        _healthy(rows, steps)
+    @check(name, "B", shows, **limits)
+    def trains(device: str, folder: Path) -> Figures:
+        rows = _run(device, folder, "trainer.total_training_steps=2", *overrides, sleeps=sleeps)
+        _healthy(rows, steps=2)
         layers = {reports: rows[-1][f"weight_sync/{reports}"]} if reports else {}
         return {**layers, K3_KL: rows[-1][K3_KL]}
 
-    return check
 
+def _stops(name: str, shows: str, words: str, override: str) -> None:
+    """Register a check: a run with a fault, planted by an override, stops with these words."""
 
-def _stops(words: str, *overrides: str) -> StackCheck:
-    """Return a check: a run with a fault, planted by overrides, stops with these words."""
-
-    def check(device: str, folder: Path) -> Figures:
+    @check(name, "B", shows)
+    def stops(device: str, folder: Path) -> Figures:
         try:
-            _run(device, folder, "trainer.total_training_steps=1", *overrides)
+            _run(device, folder, "trainer.total_training_steps=1", override)
         except RunFailedError as error:
             first = next((line for line in str(error).splitlines() if words in line), None)
             require(first is not None, f"the run stopped for another reason: {error}")
             return {"message": str(first).strip()[:200]}
         raise CheckFailedError("the run went on with the planted fault")
 
-    return check
+
+VERIFIED, UNVERIFIED = "verified_layers", "unverified_layers"
+_trains("tied_model", "a tied model trains, sleeps, wakes; every layer verified", "tiny_architecture=qwen3_tied",
+        reports=VERIFIED, sleeps=True, seconds=600, alone=True)  # fmt: skip
+_trains("moe", "a mixture of experts trains in FP16", "tiny_architecture=qwen3_moe", reports=UNVERIFIED)
+_trains(
+    "lora_merged", "LoRA, merged for the rollout", *_LORA, "actor_rollout_ref.model.lora.merge=True", reports=VERIFIED
+)
+_trains("lora_adapter", "LoRA, as an adapter of the rollout", *_LORA, "actor_rollout_ref.model.lora.merge=False")
+_trains("fsdp1", "a run under FSDP1", *(f"{role}.strategy=fsdp" for role in _ROLES), needs_gpu=NO_FSDP1)
+_stops(
+    "flipped_bit",
+    "one flipped bit in a weight sync stops the run",
+    "arrived with other values",
+    f"{_EXTENSION}.FlippedBit",
+)
+_stops("lost_tensor", "a tensor lost in a weight sync stops the run", "never received", f"{_EXTENSION}.LostTensor")
+_stops(
+    "bf16_sender", "weights rounded to BF16 on the way stop the run", "too coarse for a rollout in float16", _ROUNDED
+)
 
 
-tied_model = _trains("tiny_architecture=qwen3_tied", steps=3, reports="verified_layers", sleeps=True)
-moe = _trains("tiny_architecture=qwen3_moe", steps=3, reports="unverified_layers")
-lora_merged = _trains(*_LORA, f"{_MODEL}.lora.merge=True", steps=2, reports="verified_layers")
-lora_adapter = _trains(*_LORA, f"{_MODEL}.lora.merge=False", steps=2)
-fsdp1 = _trains(*(f"{role}.strategy=fsdp" for role in _ROLES), steps=2)
-flipped_bit = _stops("arrived with other values", f"{_EXTENSION}.FlippedBit")
-lost_tensor = _stops("never received", f"{_EXTENSION}.LostTensor")
-bf16_sender = _stops("too coarse for a rollout in float16", f"{_ROUNDED_TO}=bf16")
-
-
+@check("precision_gap", "B", "BF16 has at least 10 times the mismatch of FP16", seconds=600)
 def precision_gap(device: str, folder: Path) -> Figures:
     """Train three steps in FP16 and in BF16; compare the mismatch."""
     gaps = {}
@@ -82,26 +91,27 @@ def precision_gap(device: str, folder: Path) -> Figures:
     return {"k3_fp16": gaps["fp16"], "k3_bf16": gaps["bf16"], "times": times}
 
 
+@check("resume", "B", "a killed run goes on from its checkpoint", seconds=600)
 def resume(device: str, folder: Path) -> Figures:
     """Save every step, kill the run after two, start it again: it goes on with the same loss scale and metrics."""
+    checkpoints = folder / "checkpoints"
     saving = [
         *("trainer.save_freq=1", "trainer.total_training_steps=4", "trainer.resume_mode=auto"),
-        f"trainer.default_local_dir={quoted(folder / 'checkpoints')}",
+        f"trainer.default_local_dir={quoted(checkpoints)}",
     ]
-    marker = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+    marker = checkpoints / "latest_checkpointed_iteration.txt"
 
     def kill_after_two(progress: Progress) -> None:
-        if marker.exists() and marker.read_text().strip().isdigit() and int(marker.read_text()) >= 2:
+        if marker.exists() and marker.read_text().strip() in ("2", "3"):
             raise _KilledError
 
     try:
         _run(device, folder, *saving, on_progress=kill_after_two)
     except _KilledError:
-        pass
+        saved = int(marker.read_text())
     else:
         raise CheckFailedError("the run ended before its second checkpoint was seen")
-    saved = int(marker.read_text())
-    state = next((folder / "checkpoints" / f"global_step_{saved}").rglob("loss_scale.json"), None)
+    state = next((checkpoints / f"global_step_{saved}").rglob("loss_scale.json"), None)
     require(state is not None, f"the checkpoint of step {saved} has no loss_scale.json")
     rows = _run(device, folder, *saving)
     _healthy(rows, steps=4)
@@ -109,8 +119,7 @@ def resume(device: str, folder: Path) -> Figures:
     require(f"global_step_{saved}, setting global step" in log, f"the run did not go on from step {saved}")
     steps = [int(row["training/global_step"]) for row in rows]
     require(steps == [1, 2, 3, 4], f"the metrics of both starts have the steps {steps}")
-    scale = json.loads(Path(str(state)).read_text())["scale"]
-    return {"saved_at": saved, "went_on_at": saved + 1, "loss_scale": scale}
+    return {"saved_at": saved, "went_on_at": saved + 1, "loss_scale": json.loads(Path(str(state)).read_text())["scale"]}
 
 
 def _healthy(rows: Rows, steps: int) -> None:

@@ -4,7 +4,6 @@ import io
 import json
 import math
 from dataclasses import replace
-from inspect import signature
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from verl_precision.tools.gap.pairs.figures import write_figures
 from verl_precision.tools.gap.pairs.measure import measure, ranked
 from verl_precision.tools.gap.pairs.session import cells, growth_cells, markdown, probability_cells, summary
 from verl_precision.tools.gap.pairs.settings import MismatchJob
-from verl_precision.tools.jobs import frame
+from verl_precision.tools.jobs import job
 from verl_precision.tools.jobs.store import Series
 
 FIGURES = ["tokens.png", "token_gaps.png", "sequences.png", "grid.png"]
@@ -150,10 +149,9 @@ def test_the_trainers_attention_is_the_one_that_is_asked_for(measured, made_up, 
         built[name] = build
         return made_up.start(build, name, *place)
 
-    monkeypatch.setattr(frame, "start_engine", start)
+    monkeypatch.setattr(job, "start_engine", start)
     measured(attention="eager")
-    asked = {name: signature(one.func).bind(*one.args, **one.keywords).arguments for name, one in built.items()}
-    attention = {name: arguments.get("attention") for name, arguments in asked.items()}
+    attention = {name: getattr(one.args[0], "attention", None) for name, one in built.items()}
     assert attention == {"sample-fp16": None, "sample-bf16": None, "score-fp16": "eager", "score-bf16": "eager"}
     assert "attention of the trainer: eager" in (tmp_path / "job" / "table.md").read_text()
     with pytest.raises(ConfigurationError, match="attention: 'eager' there, 'sdpa' now"):

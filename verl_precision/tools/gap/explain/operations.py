@@ -21,7 +21,7 @@ from verl_precision.tools.engines.model import model_location
 from verl_precision.tools.gap.explain.attribution import attribute
 from verl_precision.tools.gap.explain.exact_operations import first_unequal
 from verl_precision.tools.gap.explain.operation_error import KINDS, injected, operation_errors, whole_head
-from verl_precision.tools.jobs.frame import FixedWork
+from verl_precision.tools.jobs.job import Tasks
 from verl_precision.tools.jobs.store import Store
 from verl_precision.tools.show.tables import write_json
 
@@ -95,8 +95,8 @@ def compare(model: Any, record: dict[str, Any]) -> Operations:
     return Operations(ordered, first, bound, attribution.nats, remainder, exact)
 
 
-class FileWork(FixedWork):
-    """`Work` whose one result is a file, which a request has written; wanted no more where one made from it exists."""
+class FileTask(Tasks):
+    """`Tasks` whose one result is a file, which a request has written; wanted no more where one made from it exists."""
 
     in_flight = 1
 
@@ -113,7 +113,7 @@ class FileWork(FixedWork):
         self._finished = {("", 0)}
 
 
-def recording(store: Store, folder: Path, variant: str) -> FileWork:
+def recording(store: Store, folder: Path, variant: str) -> FileTask:
     """Have a variant record its operations on the beginning of the longest sequence, a response to its first token."""
     path, compared = folder / f"record-{variant}.pt", folder / f"operations-{variant}.json"
 
@@ -123,13 +123,13 @@ def recording(store: Store, folder: Path, variant: str) -> FileWork:
         ids = max(sequences, key=len)[:_RECORDED_TOKENS]
         return Request("record", 0, ids[:1], response_token_ids=ids[1:], record_to=str(path))
 
-    return FileWork(path, f"operations recorded: {variant}", request, made_from_it=compared)
+    return FileTask(path, f"operations recorded: {variant}", request, made_from_it=compared)
 
 
-def comparison(folder: Path, variant: str) -> FileWork:
+def comparison(folder: Path, variant: str) -> FileTask:
     """Have the record of a variant compared with transformers."""
     path, record = folder / f"operations-{variant}.json", str(folder / f"record-{variant}.pt")
-    return FileWork(path, f"operations compared: {variant}", lambda: Request(record, 0, (), record_to=str(path)))
+    return FileTask(path, f"operations compared: {variant}", lambda: Request(record, 0, (), record_to=str(path)))
 
 
 class OperationComparer:

@@ -17,7 +17,7 @@ from verl_precision.base.mergeable import Mean
 from verl_precision.engine.router_replay import equal_choices
 from verl_precision.tools.engines.engine import Request
 from verl_precision.tools.gap.explain.variants import REPLAYED, ROLLOUT, Variant
-from verl_precision.tools.jobs.frame import Key
+from verl_precision.tools.jobs.journal import Key
 from verl_precision.tools.jobs.store import Series, Store
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.router_replay import FAMILIES as ROUTED_FAMILIES
+from verl_precision.tools.engines.engine import SamplerSettings, ScorerSettings
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.model import Model, find_model
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
@@ -20,7 +21,7 @@ from verl_precision.tools.gap.explain.routing import Replay, read_routing, serie
 from verl_precision.tools.gap.explain.settings import Explanation
 from verl_precision.tools.gap.explain.variants import REPLAYED, ROLLOUT, Variant, reference, replayed, variants
 from verl_precision.tools.gap.explain.weights import adapter_fingerprint, different_weights, merged_copy, rounded_copy
-from verl_precision.tools.jobs.frame import Frame, Work
+from verl_precision.tools.jobs.job import Job, Tasks
 from verl_precision.tools.jobs.problems import prompt_tokens
 from verl_precision.tools.jobs.store import Series, Store, open_store
 
@@ -32,7 +33,7 @@ def explain(
 
     `vllm` and `trainer` make the engines; they take what `VllmEngine` and `TrainerEngine` do.
     """
-    frame, folder = Frame(job, console), job.folder
+    under_way, folder = Job(job, console), job.folder
     models = {"trainer": find_model(job.model)}
     models["rollout"] = models["trainer"] if job.rollout_model is None else find_model(job.rollout_model)
     between = [] if job.through_exact else ["fp32"]
@@ -61,13 +62,13 @@ def explain(
     }
     if kept is not None:
         fingerprints["tokens_fingerprint"] = kept.fingerprint
-    with open_store(frame, job, prompt_ids, **fingerprints) as store:
+    with open_store(under_way, job, prompt_ids, **fingerprints) as store:
         if kept is not None:
             kept.record(_series(store, chain[0]))
 
-        def fill(name: str, works: Sequence[Work], build: Callable[[], partial]) -> None:
+        def fill(name: str, works: Sequence[Tasks], build: Callable[[], partial]) -> None:
             if any(work.done < work.total for work in works):  # else its weights are not made
-                frame.complete(name, works, build())
+                under_way.complete(name, works, build())
 
         def engine_of(variant: Variant) -> partial:
             return _engine(job, variant, models, length, vllm, trainer)
@@ -97,9 +98,9 @@ def explain(
     for weights in folder.glob("weights-*"):
         shutil.rmtree(weights)
     result = judge(job, chain, found, routing, operations, evidence, longest_sum(models["trainer"].config))
-    write(folder, job, result, frame.envelope())
+    write(folder, job, result, under_way.envelope())
     show(job, result, console)
-    frame.show_written(FILES)
+    under_way.show_written(FILES)
     return result
 
 
@@ -118,19 +119,21 @@ def _engine(
         mode = "processed_logprobs" if variant.processed else "raw_logprobs"
         # vLLM divides what it draws alone; so that scores are divided too, the logits are.
         temperature, divisor = (1.0, job.temperature) if variant.tempered else (job.temperature, 1.0)
-        return partial(
-            vllm, model, variant.dtype, length, log_probs=True, logprobs_mode=mode, top_p=job.top_p, top_k=job.top_k,
-            temperature=temperature, divide_logits_by=divisor, enforce_eager=not variant.compiled,
-            enable_prefix_caching=variant.cached, enable_chunked_prefill=variant.cached,
-            enable_return_routed_experts=bool(variant.routing), arithmetic=variant.arithmetic,
-        )  # fmt: skip
-    return partial(
-        trainer, model, variant.dtype, variant.attention, job.micro_batch_tokens, packed=variant.packed,
-        fp32_log_probs=variant.fp32_log_probs, temperature=job.temperature,
-        adapter=job.adapter if variant.adapter else None, fp32_output_head=variant.fp32_output_head,
+        more = {
+            "logprobs_mode": mode, "enforce_eager": not variant.compiled, "enable_prefix_caching": variant.cached,
+            "enable_chunked_prefill": variant.cached, "enable_return_routed_experts": bool(variant.routing),
+        }  # fmt: skip
+        return partial(vllm, SamplerSettings(
+            model=model, dtype=variant.dtype, max_model_len=length, log_probs=True, temperature=temperature,
+            top_p=job.top_p, top_k=job.top_k, divide_logits_by=divisor, arithmetic=variant.arithmetic, more=more,
+        ))  # fmt: skip
+    return partial(trainer, ScorerSettings(
+        model=model, dtype=variant.dtype, attention=variant.attention, micro_batch_tokens=job.micro_batch_tokens,
+        packed=variant.packed, fp32_log_probs=variant.fp32_log_probs, fp32_output_head=variant.fp32_output_head,
+        temperature=job.temperature, adapter=job.adapter if variant.adapter else None,
         router_replay={"": "disabled", "recorded": "R2", "replayed": "R3"}[variant.routing],
         arithmetic=variant.arithmetic,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def _weights(job: Explanation, variant: Variant, models: dict[str, Model]) -> str:

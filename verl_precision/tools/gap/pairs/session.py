@@ -9,13 +9,14 @@ from rich.console import Console
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.versions import installed_versions
 from verl_precision.mismatch.token_bins import PROBABILITY_BINS
+from verl_precision.tools.engines.engine import SamplerSettings, ScorerSettings
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.model import find_model
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 from verl_precision.tools.gap.pairs.figures import write_figures
 from verl_precision.tools.gap.pairs.measure import POSITIONS, Pair, Vocabulary, measure, ranked
 from verl_precision.tools.gap.pairs.settings import MismatchJob
-from verl_precision.tools.jobs.frame import Frame
+from verl_precision.tools.jobs.job import Job
 from verl_precision.tools.jobs.problems import prompt_tokens
 from verl_precision.tools.jobs.store import Series, open_store
 from verl_precision.tools.show.tables import finite, markdown_page, markdown_table
@@ -31,7 +32,7 @@ _COLUMNS_IF_ANY = (("non-finite", "nonfinite_tokens", ".0f"), ("positive", "posi
 
 def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
     """Do what is missing in the job's folder, write the results, and return them: one for each pair of dtypes."""
-    frame, model = Frame(job, console), find_model(job.model)
+    under_way, model = Job(job, console), find_model(job.model)
     model.require_dtypes("--rollout-dtype", job.rollout_dtypes)
     model.require_attention(job.attention)
     model.require_arithmetic(job.arithmetic, job.ray_address)
@@ -41,27 +42,39 @@ def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
         problem, remedy = f"{POSITIONS} positions of a response are compared", "Give fewer, or more --responses."
         given: dict[str, Any] = {"setting": "--full-vocabulary", "value": job.full_vocabulary, "remedy": remedy}
         raise ConfigurationError(problem, allowed=f"0 to {most}", **given)
-    chosen: dict[str, Any] = {"arithmetic": job.arithmetic}
-    asked: dict[str, Any] = {**chosen, **({"max_logprobs": -1} if job.full_vocabulary else {})}
-    with open_store(frame, job, prompt_ids, model_fingerprint=model.fingerprint) as store:
+    more = {"max_logprobs": -1} if job.full_vocabulary else {}
+    with open_store(under_way, job, prompt_ids, model_fingerprint=model.fingerprint) as store:
 
         def works(rollout: str, train: str | None = None) -> list[Series]:
             whole = [Vocabulary(store, job.full_vocabulary, rollout, train)] if job.full_vocabulary else []
             return [Series(store, rollout, train), *whole]
 
         for rollout in job.rollout_dtypes:
-            sampler = partial(VllmEngine, job.model, rollout, length, log_probs=True, **asked)
-            frame.complete(f"sample-{rollout}", works(rollout), sampler)
+            sampler = SamplerSettings(
+                model=job.model,
+                dtype=rollout,
+                max_model_len=length,
+                log_probs=True,
+                arithmetic=job.arithmetic,
+                more=more,
+            )
+            under_way.complete(f"sample-{rollout}", works(rollout), partial(VllmEngine, sampler))
         for train in job.train_dtypes:
-            scorer = partial(TrainerEngine, job.model, train, job.attention, job.micro_batch_tokens, **chosen)
+            scorer = ScorerSettings(
+                model=job.model,
+                dtype=train,
+                attention=job.attention,
+                micro_batch_tokens=job.micro_batch_tokens,
+                arithmetic=job.arithmetic,
+            )
             scored = [work for rollout in job.rollout_dtypes for work in works(rollout, train)]
-            frame.complete(f"score-{train}", scored, scorer)
+            under_way.complete(f"score-{train}", scored, partial(TrainerEngine, scorer))
         pairs = [measure(store, rollout, train, job.full_vocabulary) for rollout, train in job.pairs]
     for file in job.folder.glob("*, vocabulary-*.npy"):
         file.unlink()
-    frame.write(summary(pairs, len(prompt_ids)), markdown(pairs, job, installed_versions(), len(prompt_ids)))
+    under_way.write(summary(pairs, len(prompt_ids)), markdown(pairs, job, installed_versions(), len(prompt_ids)))
     figures = write_figures(job.folder, pairs, title=job.title)
-    frame.show_written(["table.md", "summary.json", *figures])
+    under_way.show_written(["table.md", "summary.json", *figures])
     return pairs
 
 

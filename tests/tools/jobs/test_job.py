@@ -11,8 +11,8 @@ from rich.console import Console
 
 from verl_precision.tools.engines.engine import Request, Response
 from verl_precision.tools.gap.pairs.settings import MismatchJob
-from verl_precision.tools.jobs import frame
-from verl_precision.tools.jobs.frame import FixedWork, work_through
+from verl_precision.tools.jobs import job
+from verl_precision.tools.jobs.job import Job, Tasks, work_through
 
 
 class Slow:
@@ -36,7 +36,7 @@ class Slow:
         self.closed = True
 
 
-class Known(FixedWork):
+class Known(Tasks):
     def __init__(self, keys, finished):
         self.keys, self.back = keys, finished
         super().__init__("came back", keys, finished)
@@ -60,8 +60,8 @@ def test_an_engine_starts_for_what_is_unfinished_alone_and_is_closed(monkeypatch
     keys = [("a", 0), ("a", 1), ("b", 0)]
     half, done, engine = Known(keys, keys[1:2]), Known(keys, list(keys)), Slow(2)
     start = Mock(return_value=engine)
-    monkeypatch.setattr(frame, "start_engine", start)
-    under_way = frame.Frame(MismatchJob(in_flight=4), Console(quiet=True))
+    monkeypatch.setattr(job, "start_engine", start)
+    under_way = Job(MismatchJob(in_flight=4), Console(quiet=True))
     under_way.complete("made up", [done], Mock())
     start.assert_not_called()
     under_way.complete("made up", [done, half, Known(keys, [])], Mock())
@@ -89,7 +89,7 @@ class Undecided(Known):
 
 def test_a_file_hears_each_minute_of_work_whose_count_stands_still(monkeypatch):
     clock = itertools.count(step=7)
-    monkeypatch.setattr(frame.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(job.time, "monotonic", lambda: next(clock))
     seen = io.StringIO()
     work_through(Slow(1), Undecided([(str(index), 0) for index in range(20)], []), 20, Console(file=seen))
     lines = seen.getvalue().splitlines()

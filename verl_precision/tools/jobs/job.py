@@ -1,14 +1,13 @@
-"""Every job that draws or scores: its folder, its journal, its engines, the loop over its work, and what it leaves."""
+"""Every job that draws or scores: its folder, its journal, its engines, the loop over its tasks, and what it leaves."""
 
 import sys
 import time
-from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.markdown import Markdown
@@ -18,43 +17,19 @@ from verl_precision.base.files import write_file
 from verl_precision.base.versions import installed_versions
 from verl_precision.tools.engines.engine import Engine, Request, Response
 from verl_precision.tools.engines.engine_process import EngineProcess
-from verl_precision.tools.jobs.journal import Journal
-from verl_precision.tools.jobs.settings import Job
+from verl_precision.tools.jobs.journal import Journal, Key
+from verl_precision.tools.jobs.settings import JobSettings
 from verl_precision.tools.show.tables import write_json
 
 _VERSION = "version of "
 PROMPTS = "prompt_token_ids"
 _SECONDS_BETWEEN_UPDATES = 0.5
-Key = tuple[str, int]  # (problem, index of the response)
 
 
-class Work(Protocol):
-    """What a job has to do, and how much of it is done."""
+class Tasks:
+    """The responses that a job wants, each asked for once, in their order; what it does with them is its own."""
 
-    total: int
-
-    @property
-    def in_flight(self) -> int | None:
-        """Responses in flight for each engine; None for the job's number."""
-
-    @property
-    def done(self) -> int:
-        """How much is done; the work is finished when this is `total`."""
-
-    def next_requests(self, limit: int) -> Sequence[Request]:
-        """Return up to so many requests, each once."""
-
-    def record(self, response: Response) -> None:
-        """Write a response to the journal, then count it."""
-
-    def progress(self) -> str:
-        """Say in words what `done` counts."""
-
-
-class FixedWork(Work):
-    """`Work` whose responses are known from the start: each that is missing is asked for once, in their order."""
-
-    in_flight: int | None = None
+    in_flight: int | None = None  # responses in flight for each engine; None for the job's number
 
     def __init__(self, words: str, keys: Sequence[Key], finished: Collection[Key]) -> None:
         """Begin with what is finished, to which `record` adds; `words` say what `done` counts."""
@@ -65,52 +40,56 @@ class FixedWork(Work):
 
     @property
     def done(self) -> int:
-        """Number of responses that are finished."""
+        """How much is done; the tasks are finished when this is `total`."""
         return len(self._finished)
 
     def next_requests(self, limit: int) -> list[Request]:
         """Return up to so many requests, each once."""
         return [self._request(*key) for key in islice(self._unasked, limit)]
 
-    @abstractmethod
-    def _request(self, problem: str, response: int) -> Request: ...
+    def _request(self, problem: str, response: int) -> Request:
+        raise NotImplementedError
+
+    def record(self, response: Response) -> None:
+        """Write a response to the journal, then count it."""
+        raise NotImplementedError
 
     def progress(self) -> str:
         """Say in words what `done` counts."""
         return self._words
 
 
-class Frame:
-    """A job under way in its folder; each job adds its own work."""
+class Job:
+    """A job under way in its folder; each adds its own tasks."""
 
-    def __init__(self, job: Job, console: Console) -> None:
-        self.job, self.console, self.folder = job, console, job.folder
-        self._settings: dict[str, Any] = {}
+    def __init__(self, settings: JobSettings, console: Console) -> None:
+        self.settings, self.console, self.folder = settings, console, settings.folder
+        self._recorded: dict[str, Any] = {}
 
     @contextmanager
-    def journal(self, settings: Mapping[str, Any], outputs: Collection[str] | None = None) -> Iterator[Journal]:
+    def journal(self, recorded: Mapping[str, Any], outputs: Collection[str] | None = None) -> Iterator[Journal]:
         """Open the journal; arguments and errors are those of `Journal`."""
-        self._settings = {name: value for name, value in settings.items() if not name.startswith((_VERSION, PROMPTS))}
-        with closing(Journal(self.folder, settings, outputs)) as journal:
+        self._recorded = {name: value for name, value in recorded.items() if not name.startswith((_VERSION, PROMPTS))}
+        with closing(Journal(self.folder, recorded, outputs)) as journal:
             if journal.resumed > 0:
                 torn = "; a torn last line was cut off" if journal.torn else ""
                 self.console.print(f"resuming: {journal.resumed} responses are in the journal{torn}", highlight=False)
             yield journal
 
-    def complete(self, name: str, works: Sequence[Work], build: partial) -> None:
-        """Finish works one after the other on one engine, which starts only if one of them is unfinished.
+    def complete(self, name: str, tasks: Sequence[Tasks], build: partial) -> None:
+        """Finish tasks one after the other on one engine, which starts only if one of them is unfinished.
 
         `name` is in the log's name and in errors. An engine that fails raises `RunFailedError`; what was done is kept.
         """
-        unfinished = [work for work in works if work.done < work.total]
+        unfinished = [each for each in tasks if each.done < each.total]
         if unfinished:
-            with closing(start_engine(build, name, self.folder, self.job.ray_address)) as engine:
-                for work in unfinished:
-                    work_through(engine, work, work.in_flight or self.job.in_flight, self.console)
+            with closing(start_engine(build, name, self.folder, self.settings.ray_address)) as engine:
+                for each in unfinished:
+                    work_through(engine, each, each.in_flight or self.settings.in_flight, self.console)
 
     def envelope(self) -> dict[str, Any]:
         """Return what stands in every summary beside the results."""
-        return {"settings": self._settings, "versions": installed_versions(), "command": sys.argv}
+        return {"settings": self._recorded, "versions": installed_versions(), "command": sys.argv}
 
     def write(self, content: Mapping[str, Any], table: str | None = None) -> None:
         """Write summary.json, and table.md, which is shown too."""
@@ -124,8 +103,8 @@ class Frame:
         self.console.print(f"wrote {', '.join(names)} to {self.folder}", highlight=False, soft_wrap=True)
 
 
-def work_through(engine: Engine, work: Work, in_flight: int, console: Console) -> None:
-    """Ask an engine until the work is finished; what is still in flight then is left unfinished.
+def work_through(engine: Engine, tasks: Tasks, in_flight: int, console: Console) -> None:
+    """Ask an engine until the tasks are finished; what is still in flight then is left unfinished.
 
     `in_flight` responses for each engine keep it full. Progress is a live bar on a terminal, a line for each tenth
     and each minute elsewhere.
@@ -134,22 +113,22 @@ def work_through(engine: Engine, work: Work, in_flight: int, console: Console) -
     left = TimeRemainingColumn(elapsed_when_finished=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), left)
     with Progress(*columns, console=console, refresh_per_second=2, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=work.total)
+        task = bar.add_task("", total=tasks.total)
         while True:
-            if time.monotonic() >= due or work.done == work.total:  # the words of a large job take a while to make
-                bar.update(task, completed=work.done, description=work.progress())
+            if time.monotonic() >= due or tasks.done == tasks.total:  # the words of a large job take a while to make
+                bar.update(task, completed=tasks.done, description=tasks.progress())
                 due = time.monotonic() + _SECONDS_BETWEEN_UPDATES
-            if not console.is_terminal and (work.done * 10 // work.total > tenth or time.monotonic() >= said + 60):
-                tenth, said = work.done * 10 // work.total, time.monotonic()
-                console.print(f"{work.done}/{work.total} {work.progress()}", highlight=False)
-            if work.done == work.total:
+            if not console.is_terminal and (tasks.done * 10 // tasks.total > tenth or time.monotonic() >= said + 60):
+                tenth, said = tasks.done * 10 // tasks.total, time.monotonic()
+                console.print(f"{tasks.done}/{tasks.total} {tasks.progress()}", highlight=False)
+            if tasks.done == tasks.total:
                 return
-            wanted = work.next_requests(in_flight * engine.engines - asked)
+            wanted = tasks.next_requests(in_flight * engine.engines - asked)
             if wanted:
                 engine.submit(wanted)
             responses = engine.poll()
             for response in responses:
-                work.record(response)
+                tasks.record(response)
             asked += len(wanted) - len(responses)
 
 
