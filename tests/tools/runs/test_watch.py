@@ -21,7 +21,7 @@ from starlette.testclient import TestClient
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.tools.kept_tokens.kept_file import DECISIONS, FILE, KeptResponse, append
 from verl_precision.tools.runs import live as live_module
-from verl_precision.tools.runs.contents import BUCKETS, series_of, thinned
+from verl_precision.tools.runs.contents import BUCKETS, downsampled, series_of
 from verl_precision.tools.runs.kept import SHOWN_PROMPT, SHOWN_TOKENS
 from verl_precision.tools.runs.live import Live
 from verl_precision.tools.runs.read import REWARD
@@ -333,7 +333,7 @@ def test_the_table_of_the_terminal_fits_eighty_columns(tmp_path, run):
 @example([0.0, np.inf, -np.inf, 0.0], 2)
 @given(st.lists(st.floats(width=32), min_size=3, max_size=3000), st.integers(2, 40))
 def test_a_thinned_curve_keeps_its_extremes_its_ends_its_gaps_and_the_steps_of_its_spikes(values, buckets):
-    steps, means, lows, highs = thinned(range(len(values)), [values], buckets)
+    steps, means, lows, highs = downsampled(range(len(values)), [values], buckets)
     assert steps == sorted(set(steps)) and {0, len(values) - 1} <= {*steps} and len(steps) <= buckets
     finite = [value for value in values if np.isfinite(value)]
     if finite:

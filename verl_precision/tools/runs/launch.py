@@ -30,6 +30,7 @@ from verl_precision.tools.runs.failure_report import reason
 
 _OWNER = "owner"  # of a scratch folder: locked while its process lives
 _POLL_SECONDS, _GRACE_SECONDS = 0.5, 20.0
+WORKER_PYTHON = "VERL_PRECISION_WORKER_PYTHON"  # a command that Ray starts workers with, e.g. of tests/fork_server
 STAGES = table_of(__file__, "stages.yaml")
 TOTAL_STEPS = re.compile(r"Training Progress:\s+\d+%\|.*?\|\s*\d+/(\d{1,15})(?!\d)")
 
@@ -54,7 +55,6 @@ def run_verl(
     overrides: Sequence[str],
     folder: Path,
     on_progress: Callable[[Progress], None],
-    python: str | None = None,
     goes_on: bool = False,
     threads: int | None = None,
 ) -> float:
@@ -62,7 +62,7 @@ def run_verl(
 
     The new folder gets `train.log`, `metrics.jsonl` and Hydra's own files. A run that goes on may have the folder of a
     start which was interrupted: what is left of its processes ends, and the next log is `train-2.log`. Progress is told
-    about twice a second. Ray starts its workers with the command `python`, e.g. that of a `fork_server`, or by itself.
+    about twice a second.
     `threads` is the `OMP_NUM_THREADS` of all processes, where the variable is not set.
 
     Raises:
@@ -78,7 +78,7 @@ def run_verl(
     if threads is not None:
         environment.setdefault("OMP_NUM_THREADS", str(threads))
     environment |= {"VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONUNBUFFERED": "1"}
-    start, process = time.monotonic(), None
+    start, process, python = time.monotonic(), None, os.environ.get(WORKER_PYTHON)
     with ended_by_signals(), scratch_folder("vp-ray-", mark) as ray_folder:
         environment |= {RUN_MARK: f"{mark}-{ray_folder.name}", "VLLM_RPC_BASE_PATH": str(ray_folder)}  # of its sockets
         command = [
@@ -86,7 +86,7 @@ def run_verl(
             "trainer.logger=[console,file]",
             f"hydra.run.dir={quoted(folder / 'hydra')}",
             f"+ray_kwargs.ray_init._temp_dir={quoted(ray_folder)}",
-            *([f"+ray_kwargs.ray_init.runtime_env.py_executable={quoted(python)}"] if python is not None else []),
+            *([f"+ray_kwargs.ray_init.runtime_env.py_executable={quoted(python)}"] if python else []),
         ]
         try:
             with log.open("wb") as sink:

@@ -14,9 +14,8 @@ from rich.progress import Progress as Bars
 from verl_precision.base.errors import RunFailedError
 from verl_precision.base.overrides import quoted
 from verl_precision.tools.runs.compare.folder import SUMMARY
-from verl_precision.tools.runs.compare.outputs import FIGURE, Results
+from verl_precision.tools.runs.compare.outputs import FIGURE, REPORT, Results
 from verl_precision.tools.runs.compare.summary import PassBar, Summary, table
-from verl_precision.tools.runs.fork_server import fork_server_on_cpu
 from verl_precision.tools.runs.grid import PlannedRun
 from verl_precision.tools.runs.launch import Progress, run_verl
 
@@ -38,13 +37,13 @@ def compare_runs(
     Ctrl-C is raised after every process of every run has ended.
     """
     results = Results(config, runs, overrides, folder, pass_bar)
-    todo = [run for run in runs if run.name not in results.measured()]
+    todo = [run for run in runs if run.name not in results.finished()]
     # Threads of two runs on one core wait for each other actively, at several times the work.
     threads = max(1, (os.cpu_count() or 1) // parallel) if parallel > 1 else None
     failed, interrupted = threading.Event(), threading.Event()
     board = _Board(console, len(runs), len(runs) - len(todo), interrupted)
 
-    def start(run: PlannedRun, python: str | None) -> None:
+    def start(run: PlannedRun) -> None:
         if failed.is_set():
             return
         checkpoints = folder / run.name / "checkpoints"
@@ -52,15 +51,15 @@ def compare_runs(
         checkpoints.mkdir(parents=True, exist_ok=True)  # whose they are is written into it: run_identity.py
         with board.run(run.name) as show:
             try:
-                results.add(run, run_verl(config, chosen, folder / run.name, show, python, True, threads))
+                results.add(run, run_verl(config, chosen, folder / run.name, show, True, threads))
             except BaseException:
                 failed.set()
                 raise
 
     errors: list[BaseException] = []
-    with fork_server_on_cpu() as python, board.shown(), ThreadPoolExecutor(parallel) as pool:
+    with board.shown(), ThreadPoolExecutor(parallel) as pool:
         try:
-            futures = {pool.submit(start, run, python): run for run in todo}
+            futures = {pool.submit(start, run): run for run in todo}
             for handled, future in enumerate(as_completed(futures), start=1):
                 if (error := future.exception()) is not None:
                     errors.append(error)
@@ -84,10 +83,10 @@ def compare_runs(
 def _show(results: Results, console: Console) -> None:
     console.print(table(results.summaries()))
     if results.pass_bar:
-        for name, run in results.measured().items():
+        for name, run in results.finished().items():
             console.print(results.pass_bar.sentence(name, run.rows), highlight=False)
-    names = [("figure", FIGURE), *(("report", path.name) for path in sorted(results.folder.glob("report*.html")))]
-    lines = [f"{what:8} {results.folder / name}" for what, name in (*names, ("summary", SUMMARY))]
+    names = {"figure": FIGURE, "report": REPORT, "summary": SUMMARY}
+    lines = [f"{what:8} {results.folder / name}" for what, name in names.items()]
     folder = "<precision>" if all(run.arm.name == run.arm.precision for run in results.runs) else "<arm>"
     folder += "/seed_<n>" if any(run.seed is not None for run in results.runs) else ""
     lines.append(f"metrics  {results.folder}/{folder}/metrics.jsonl, log train.log")

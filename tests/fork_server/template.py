@@ -1,11 +1,10 @@
-"""A process that has imported what verl's workers import, and forks one for each `fork_client.py` that asks.
+"""A process that has imported what verl's workers import, and forks one for each `client.py` that asks.
 
-    python fork_template.py FOLDER NAME
+    python template.py FOLDER NAME
 
 Importing verl, vLLM and torch takes ten seconds of a core, and a run has eleven processes that do it. A fork has them
-at once and shares their memory. Whatever may differ between processes is set in the fork (`_become`). What a fork
-spawns with multiprocessing, as vLLM does its engine, is a fork too. Ends when the process that owns FOLDER does, or for
-want of work: a folder may see many environments, each with a template of half a gigabyte.
+at once and shares their memory; what may differ between processes is set in it (`_become`). The template ends when the
+process that owns FOLDER does, or for want of work: each of many environments has one of half a gigabyte.
 """
 
 import contextlib
@@ -17,7 +16,6 @@ import json
 import multiprocessing.spawn
 import os
 import random
-import resource
 import runpy
 import selectors
 import signal
@@ -37,8 +35,6 @@ class Order(NamedTuple):
     environment: dict[str, str]  # its environment variables
     cwd: str  # its working directory
     descriptors: list[int]  # numbers of the open files it has, the three standard streams first
-    niceness: int  # its scheduling priority
-    open_files: tuple[int, int]  # soft and hard limit of its open files
     cpu: int | None  # the one CPU it is bound to, or None where it has the template's
 
 
@@ -118,7 +114,7 @@ def _receive(client: socket.socket) -> tuple[Order, list[int]]:
         if not (part := client.recv(1 << 16)):
             raise ConnectionError("the client was killed while it sent its order")
         message += part
-    return Order(**json.loads(message)), received
+    return Order(*json.loads(message)), received
 
 
 def _answer(client: socket.socket, number: int) -> None:
@@ -152,8 +148,6 @@ def _become(order: Order, received: list[int], python: str) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _number_descriptors(received, order.descriptors)
-    os.setpriority(os.PRIO_PROCESS, 0, order.niceness)
-    resource.setrlimit(resource.RLIMIT_NOFILE, order.open_files)
     if order.cpu is not None:
         os.sched_setaffinity(0, {order.cpu})
     if order.arguments[0] == "-c":
