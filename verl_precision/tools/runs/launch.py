@@ -4,7 +4,6 @@ The processes of a run are known by a mark in their environment, and all of them
 """
 
 import contextlib
-import fcntl
 import os
 import re
 import secrets
@@ -24,11 +23,11 @@ import psutil
 from verl_precision.base.errors import RunFailedError
 from verl_precision.base.files import table_of
 from verl_precision.base.overrides import quoted
-from verl_precision.base.owner import RUN_MARK
+from verl_precision.base.owner import RUN_MARK, release, take
 from verl_precision.base.signals import ended_by_signals
 from verl_precision.tools.runs.failure_report import reason
 
-_OWNER = "owner"  # of a scratch folder: locked while its process lives
+_MARK = "mark"  # of a scratch folder: what its processes carry
 _POLL_SECONDS, _GRACE_SECONDS = 0.5, 20.0
 WORKER_PYTHON = "VERL_PRECISION_WORKER_PYTHON"  # a command that Ray starts workers with, e.g. of tests/fork_server
 STAGES = table_of(__file__, "stages.yaml")
@@ -97,7 +96,7 @@ def run_verl(
         finally:
             end_processes(process, mark)
         if process.returncode != 0:
-            (ray_folder / _OWNER).unlink()  # so that it stays
+            (ray_folder / _MARK).unlink()  # so that it stays
     if process.returncode != 0:
         why = f"verl ended with exit code {process.returncode}:\n{reason(log, process.returncode)}"
         raise RunFailedError(f"{why}\nLog: {log}\nRay's own logs: {ray_folder}/session_latest/logs")
@@ -133,36 +132,35 @@ def stage_of(line: str, current: int) -> int:
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str, mark: str = "") -> Iterator[Path]:
-    """Yield a new folder for temporary files; it is removed at the end, unless it has lost its file `owner` by then.
+    """Yield a new folder for temporary files; it is removed at the end, unless it has lost its file `mark` by then.
 
     First go the folders that killed processes have left, with the processes that carry the mark and the folder's name.
     """
-    parent, kept = Path(tempfile.gettempdir()), False
+    parent = Path(tempfile.gettempdir())
     if re.search(r"[^ -~]|[*?\[]", str(parent)):  # Ray takes ASCII alone, and finds no logs where * means something
         parent = Path("/tmp")
-    for left in parent.glob(f"{prefix}*/{_OWNER}"):
-        with contextlib.suppress(OSError):  # its owner lives, or somebody else removes it
-            if left.parent.lstat().st_uid == os.getuid():
-                with left.open() as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if own := file.read():  # every mark begins with an empty one
-                        end_marked(own)
-                    shutil.rmtree(left.parent)
+    for left in (file.parent for file in parent.glob(f"{prefix}*/{_MARK}")):
+        with contextlib.suppress(OSError):  # somebody else removes it, or has it on a file system without locks
+            if left.lstat().st_uid == os.getuid() and take(left, needs_locks=True) is None:
+                if own := (left / _MARK).read_text():  # every mark begins with an empty one
+                    end_marked(f"{own}-{left.name}")
+                _remove(left)
     # Short, because Ray puts UNIX sockets into it and their paths are limited to 107 bytes.
-    folder = parent / f"{prefix}{secrets.token_hex(4)}"
+    folder, kept = parent / f"{prefix}{secrets.token_hex(4)}", False
     try:
         folder.mkdir(mode=0o700)
-        with (folder / f"{_OWNER}.new").open("w") as file:
-            with contextlib.suppress(OSError):  # on a file system without locks what is left lies there
-                fcntl.flock(file, fcntl.LOCK_EX)
-            file.write(f"{mark}-{folder.name}")
-            file.flush()
-            (folder / f"{_OWNER}.new").rename(folder / _OWNER)  # there only once it is locked
-            yield folder
-            kept = not (folder / _OWNER).exists()
+        take(folder)
+        (folder / _MARK).write_text(mark)  # there only once the folder is locked
+        yield folder
+        kept = not (folder / _MARK).exists()
     finally:
         if not kept:
-            shutil.rmtree(folder, ignore_errors=True)  # sockets of processes that are closing may vanish under us
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # sockets of processes that are closing may vanish under us
+    release(folder)
 
 
 def end_processes(process: subprocess.Popen | None, mark: str, grace_seconds: float = _GRACE_SECONDS) -> None:

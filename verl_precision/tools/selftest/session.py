@@ -25,6 +25,7 @@ from rich.table import Table
 from verl_precision.base.errors import ConfigurationError, sentence
 from verl_precision.base.files import write_file
 from verl_precision.base.owner import RUN_MARK
+from verl_precision.base.signals import completed
 from verl_precision.base.versions import installed_versions
 from verl_precision.tools.runs.failure_report import reason
 from verl_precision.tools.runs.launch import end_processes
@@ -83,7 +84,8 @@ def run_selftest(folder: Path, device: str, names: Sequence[str], parallel: int,
             run(check)
     with ThreadPoolExecutor(parallel) as pool:
         try:
-            list(pool.map(run, together))
+            for future in completed([pool.submit(run, check) for check in together]):
+                future.result()
         except KeyboardInterrupt:  # only this thread gets it
             interrupted.set()
             for process in list(under_way):
