@@ -137,15 +137,6 @@ def test_a_new_row_a_torn_row_a_resume_and_a_run_that_begins(page, serve, folder
     assert page.errors() == []
 
 
-def test_a_folder_in_which_a_run_begins_later(page, serve, folder):
-    folder.mkdir()
-    page.open(serve(folder).url)
-    page.wait("document.querySelector('[data-state=waiting]')")
-    write_run(folder / "run", 3)
-    page.wait(f"{CURVES} > 10")
-    assert page.js("document.querySelectorAll('[data-state=waiting]').length") == 0
-
-
 def test_a_killed_run_is_said_to_have_stopped(page, serve, folder):
     """Its steps took a minute each, and its newest row is an hour old."""
     metrics = write_run(folder, 30)

@@ -74,8 +74,9 @@ def take(folder: Path, wait_seconds: float = 0.0, needs_locks: bool = False) -> 
 
 def release(folder: Path) -> None:
     """Give up a folder that this process owns; another one's is left alone."""
-    if file := _held.pop(_key(folder), None):
-        file.close()
+    with _one_at_a_time:
+        if file := _held.pop(_key(folder), None):
+            file.close()
 
 
 def owned_here(folder: Path) -> bool:

@@ -18,7 +18,7 @@ from verl_precision.tools.runs.expected import expected_of, read_expected
 from verl_precision.tools.runs.figures import COMPARED, draw_comparison
 from verl_precision.tools.runs.panels import PANELS, colours_of
 from verl_precision.tools.runs.read import Run
-from verl_precision.tools.show.figures import COLOURS, GREY, PRECISIONS
+from verl_precision.tools.show.colours import COLOURS, GREY, PRECISIONS
 
 K3 = next(panel for panel in PANELS if panel.name == "k3")
 

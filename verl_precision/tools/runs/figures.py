@@ -14,7 +14,8 @@ from verl_precision.tools.runs.contents import band_of, points_of
 from verl_precision.tools.runs.panels import PANELS, REWARD, Panel, colours_of
 from verl_precision.tools.runs.read import Run
 from verl_precision.tools.runs.standing import Points
-from verl_precision.tools.show.figures import GREY, new_figure, style
+from verl_precision.tools.show.colours import GREY
+from verl_precision.tools.show.figures import new_figure, style
 
 STYLES = ("-", "--", ":", "-.")  # of curves whose colour comes again, and from the second on of expected ones
 MARKED = 60  # points of the longest series in which each has a mark

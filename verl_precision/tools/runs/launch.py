@@ -61,8 +61,7 @@ def run_verl(
 
     The new folder gets `train.log`, `metrics.jsonl` and Hydra's own files. A run that goes on may have the folder of a
     start which was interrupted: what is left of its processes ends, and the next log is `train-2.log`. Progress is told
-    about twice a second.
-    `threads` is the `OMP_NUM_THREADS` of all processes, where the variable is not set.
+    about twice a second. `threads` is the `OMP_NUM_THREADS` of all processes, where the variable is not set.
 
     Raises:
         RunFailedError: If verl fails; Ray's logs are kept then and named.
@@ -142,9 +141,11 @@ def scratch_folder(prefix: str, mark: str = "") -> Iterator[Path]:
     for left in (file.parent for file in parent.glob(f"{prefix}*/{_MARK}")):
         with contextlib.suppress(OSError):  # somebody else removes it, or has it on a file system without locks
             if left.lstat().st_uid == os.getuid() and take(left, needs_locks=True) is None:
-                if own := (left / _MARK).read_text():  # every mark begins with an empty one
-                    end_marked(f"{own}-{left.name}")
-                _remove(left)
+                try:
+                    if own := (left / _MARK).read_text():  # every mark begins with an empty one
+                        end_marked(f"{own}-{left.name}")
+                finally:  # also if its owner has just removed it, and it was made again
+                    _remove(left)
     # Short, because Ray puts UNIX sockets into it and their paths are limited to 107 bytes.
     folder, kept = parent / f"{prefix}{secrets.token_hex(4)}", False
     try:

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -27,7 +28,7 @@ Points = Mapping[str, Mapping[int, float]]  # `<panel>/<label>` -> value by step
 RECENT = 20  # steps that say how long one takes
 # A run has stopped growing if its newest row is older than so many of its slowest recent steps, and than so long.
 PATIENCE, PATIENCE_SECONDS = 4.0, 60.0
-_STEP_SECONDS, _LONGEST, _TAIL = "step_time/step", 1e9, 2**16  # of a step; seconds; bytes of a log
+_STEP_SECONDS, _LONGEST, _ENDLESS, _TAIL = "step_time/step", 1e9, 1e13, 2**16  # of a step; seconds; bytes of a log
 # What stands at the top: title, the curves of which the first that is measured is shown, and how.
 NOW: tuple[tuple[str, tuple[str, ...], Literal["number", "percent", "sum"]], ...] = (
     ("reward", ("reward/reward",), "number"),
@@ -109,17 +110,10 @@ def total_steps(source: Path) -> int | None:
 
 
 def duration_text(seconds: float | None) -> str:
-    """Return a time as people say it: 8 s, 3 min, 2 h 5 min, 4 d 3 h; empty for None."""
-    if seconds is None:
-        return ""
-    if seconds < 100:
-        return f"{seconds:.3g} s"
-    minutes, hours = round(seconds / 60), seconds / 3600
-    if minutes < 100:
-        return f"{minutes} min"
-    if hours < 48:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{int(hours // 24)} d {int(hours % 24)} h"
+    """Return a time as people say it: 8 s, 0:03:00, 4 days, 3:00:00; empty for None."""
+    if seconds is None or seconds < 100:
+        return "" if seconds is None else f"{seconds:.3g} s"
+    return str(timedelta(seconds=round(min(seconds, _ENDLESS))))
 
 
 def standings_table(rows: Sequence[tuple[str, RunStatus, Sequence[str]]]) -> Table:
