@@ -57,13 +57,14 @@ def test_failure_names_log_and_reason_within_seconds(tmp_path, root, monkeypatch
 STAND_IN = """
 import pathlib, subprocess, sys, time
 from verl_precision.tools.runs import launch
-child = "import time; time.sleep(600)"
+child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 driver = (
     "import signal, subprocess, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
     f"subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True); time.sleep(600)"
 )
 launch.verl_command = lambda config, overrides: [sys.executable, "-c", driver]
 launch._GRACE_SECONDS = 0.1
+launch._ASKED_SECONDS = 0.5
 launch.end_processes.__defaults__ = (0.1,)
 folder = pathlib.Path(sys.argv[1])
 mark = launch.uuid.uuid5(launch.uuid.NAMESPACE_URL, folder.resolve().as_uri()).hex
@@ -99,10 +100,13 @@ def stand_in(tmp_path, hear_signals, monkeypatch):
 @pytest.mark.parametrize("numbers", [[signal.SIGHUP], [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]])
 def test_a_signal_ends_every_process_and_leaves_no_folder_and_another_changes_nothing(stand_in, tmp_path, numbers):
     process, mark = stand_in()
-    for number in numbers:
-        process.send_signal(number)
-    assert process.communicate(timeout=60)[0] == "interrupted\n" and process.returncode == 0
-    assert launch.marked_processes(mark) == [] and not list(tmp_path.glob("vp-ray-*"))
+    with subprocess.Popen(["sleep", "600"], env={launch.RUN_MARK: uuid.uuid4().hex}) as of_another_run:
+        for number in numbers:
+            process.send_signal(number)
+        assert process.communicate(timeout=60)[0] == "interrupted\n" and process.returncode == 0
+        assert launch.marked_processes(mark) == [] and not list(tmp_path.glob("vp-ray-*"))
+        assert of_another_run.poll() is None
+        of_another_run.kill()
 
 
 def test_what_a_killed_start_has_left_goes_with_the_next_one(stand_in, tmp_path):
@@ -139,29 +143,3 @@ def test_ray_has_a_folder_that_it_can_work_in(tmp_path, monkeypatch, name, there
 def test_a_folder_with_results_is_never_written_to(tmp_path, root):
     with pytest.raises(FileExistsError):
         launch.run_verl(root / RECIPE, [], tmp_path, print)
-
-
-def test_processes_of_a_run_are_ended_and_no_others(hear_signals, request):
-    """A driver with a detached child that ignores everything but SIGKILL, and a process of another run."""
-    child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(300)"
-    wait = "print('ready', flush=True); import time; time.sleep(300)"
-    driver = (
-        "import subprocess, sys\n"
-        f"c = subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True, stdout=subprocess.PIPE)\n"
-        f"c.stdout.readline(); {wait}"
-    )
-
-    def start(script: str, mark: str) -> subprocess.Popen:
-        command, environment = [sys.executable, "-c", script], {**os.environ, launch.RUN_MARK: mark}
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=hear_signals)
-
-    mark = uuid.uuid4().hex
-    ours, theirs = start(driver, mark), start(wait, uuid.uuid4().hex)
-    request.addfinalizer(theirs.wait)  # the last one is called first
-    request.addfinalizer(theirs.kill)
-    assert ours.stdout.readline() == theirs.stdout.readline() == "ready\n"
-    assert len(launch.marked_processes(mark)) == 2
-    launch.end_processes(ours, mark)
-    assert launch.marked_processes(mark) == []
-    assert ours.returncode == -signal.SIGINT
-    assert theirs.poll() is None, "a process of another run is not ours to end"

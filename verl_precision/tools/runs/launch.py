@@ -28,7 +28,7 @@ from verl_precision.base.signals import ended_by_signals
 from verl_precision.tools.runs.failure_report import reason
 
 _MARK = "mark"  # of a scratch folder: what its processes carry
-_POLL_SECONDS, _GRACE_SECONDS = 0.5, 20.0
+_POLL_SECONDS, _GRACE_SECONDS, _ASKED_SECONDS = 0.5, 20.0, 5.0
 WORKER_PYTHON = "VERL_PRECISION_WORKER_PYTHON"  # a command that Ray starts workers with, e.g. of tests/fork_server
 STAGES = table_of(__file__, "stages.yaml")
 TOTAL_STEPS = re.compile(r"Training Progress:\s+\d+%\|.*?\|\s*\d+/(\d{1,15})(?!\d)")
@@ -184,7 +184,7 @@ def end_marked(mark: str) -> None:
         for survivor in left:
             with contextlib.suppress(psutil.NoSuchProcess):  # ended by itself: what was wanted
                 end(survivor)
-        psutil.wait_procs(left, timeout=5)
+        psutil.wait_procs(left, timeout=_ASKED_SECONDS)
     for socket in Path("/tmp").glob(f"rl-colocate-zmq-{mark[:12]}-*"):
         socket.unlink(missing_ok=True)
 
