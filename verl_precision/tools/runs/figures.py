@@ -81,7 +81,7 @@ def _draw_curves(
         marker = "o" if len(steps) <= MARKED else ""
         lines[name] = axes.plot(steps, means, linewidth=1.6, markersize=2.8, marker=marker, **looks[name])[0]
         if limits:
-            axes.fill_between(steps, *limits, color=looks[name]["color"], alpha=0.2, linewidth=0)
+            axes.fill_between(steps, limits[0], limits[1], color=looks[name]["color"], alpha=0.2, linewidth=0)
     return lines
 
 

@@ -59,7 +59,7 @@ class _Guard(BaseHTTPMiddleware):
         elif not slash:
             answer = RedirectResponse(f"/{self._token}/")
         else:
-            request.scope |= {"path": f"/{rest}", "raw_path": b""}
+            request.scope.update(path=f"/{rest}", raw_path=b"")
             answer = await call_next(request)
         answer.headers.update(_HEADERS)
         return answer
