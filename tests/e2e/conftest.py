@@ -14,12 +14,12 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import fork_server as workers
 import psutil
 import pytest
 from rich.console import Console
 from xdist.scheduler import LoadScopeScheduling
 
+from verl_precision.tools.runs import fork_server as workers
 from verl_precision.tools.runs import launch
 from verl_precision.tools.runs.compare.run import compare_runs
 from verl_precision.tools.runs.grid import check_arguments

@@ -23,7 +23,6 @@ import psutil
 import pytest
 import slurm
 import torch
-from fork_server import fork_server
 from typer.testing import CliRunner
 
 from verl_precision.base import owner
@@ -31,6 +30,7 @@ from verl_precision.base.errors import RunFailedError
 from verl_precision.base.overrides import quoted
 from verl_precision.check.rules.gpu_memory import shape_of
 from verl_precision.cli import app
+from verl_precision.tools.runs.fork_server import fork_server
 from verl_precision.tools.runs.launch import WORKER_PYTHON, run_verl
 from verl_precision.tools.runs.read import read_metrics
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fork_server import fork_server
 
 from verl_precision.tools.patching.change import change_tree
 from verl_precision.tools.patching.series import State
+from verl_precision.tools.runs.fork_server import fork_server
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "verl-precision" / "releases"
 # pip's own words when no index answers, as opposed to an index that lacks the release

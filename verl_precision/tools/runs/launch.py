@@ -29,7 +29,7 @@ from verl_precision.tools.runs.failure_report import reason
 
 _MARK = "mark"  # of a scratch folder: what its processes carry
 _POLL_SECONDS, _GRACE_SECONDS, _ASKED_SECONDS = 0.5, 20.0, 5.0
-WORKER_PYTHON = "VERL_PRECISION_WORKER_PYTHON"  # a command that Ray starts workers with, e.g. of tests/fork_server
+WORKER_PYTHON = "VERL_PRECISION_WORKER_PYTHON"  # variable: a command that Ray starts workers with (fork_server)
 STAGES = table_of(__file__, "stages.yaml")
 TOTAL_STEPS = re.compile(r"Training Progress:\s+\d+%\|.*?\|\s*\d+/(\d{1,15})(?!\d)")
 

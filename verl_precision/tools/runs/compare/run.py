@@ -14,6 +14,7 @@ from verl_precision.base.signals import completed
 from verl_precision.tools.runs.compare.folder import SUMMARY
 from verl_precision.tools.runs.compare.outputs import FIGURE, REPORT, Results
 from verl_precision.tools.runs.compare.summary import PassBar, Summary, table
+from verl_precision.tools.runs.fork_server import workers_forked_on_cpu
 from verl_precision.tools.runs.grid import PlannedRun
 from verl_precision.tools.runs.launch import Progress, run_verl
 
@@ -54,7 +55,7 @@ def compare_runs(
             raise
 
     errors: list[BaseException] = []
-    with ThreadPoolExecutor(parallel) as pool:
+    with workers_forked_on_cpu(), ThreadPoolExecutor(parallel) as pool:
         try:
             futures = {pool.submit(start, run): run for run in todo}
             for handled, future in enumerate(completed(futures), start=1):

