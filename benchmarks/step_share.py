@@ -14,7 +14,6 @@ from tempfile import TemporaryDirectory
 
 from measure import Record, parser, record, report
 
-from verl_precision.tools.runs.fork_server import fork_server_on_cpu
 from verl_precision.tools.runs.launch import run_verl
 from verl_precision.tools.runs.read import read_metrics
 
@@ -34,8 +33,8 @@ def parse() -> argparse.Namespace:
 
 def records(arguments: argparse.Namespace) -> Iterator[Record]:
     chosen = ("precision=fp16", f"trainer.total_training_steps={arguments.repeats + 1}")
-    with TemporaryDirectory() as folder, fork_server_on_cpu() as python:
-        run_verl(RECIPE, chosen, Path(folder) / "run", lambda progress: None, python)
+    with TemporaryDirectory() as folder:
+        run_verl(RECIPE, chosen, Path(folder) / "run", lambda progress: None)
         steps = read_metrics(Path(folder) / "run" / "metrics.jsonl")[1:]
     whole = [1e3 * step["timing_s/step"] for step in steps]
     for key, (what, limit, growth) in PARTS.items():

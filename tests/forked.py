@@ -1,7 +1,7 @@
 """Interpreters without verl, for tests of what happens when it is imported: forked, with its own imports already there.
 
 `import verl` takes six seconds of a core; five of them are torch, transformers, Ray and tensordict. One process of
-a session imports those, and nothing of verl, vLLM or ours; `tools/runs/fork_server.py` has the forks.
+a session imports those, and nothing of verl, vLLM or ours; `tools/runs/fork_server` has the forks.
 """
 
 import os

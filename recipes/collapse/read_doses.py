@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 
 from verl_precision.mismatch.alarm import first_alarms
 from verl_precision.tools.runs.read import Run, read_runs
-from verl_precision.tools.show.figures import COLOURS, PRECISIONS, new_figure, style
+from verl_precision.tools.show.colours import COLOURS, PRECISIONS
+from verl_precision.tools.show.figures import new_figure, style
 from verl_precision.tools.show.tables import markdown_table
 
 WINDOW = 10  # steps

@@ -1,6 +1,5 @@
 """A real Chromium without a window: Debian's packages, driven by selenium."""
 
-import base64
 import contextlib
 import json
 import shutil
@@ -72,11 +71,6 @@ class Page:
     def overflow(self) -> int:
         """Return by how many pixels the page is wider than its window."""
         return int(self.js("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
-
-    def picture(self, path: Path) -> None:
-        """Write a picture of the whole page, however high."""
-        shot = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})
-        path.write_bytes(base64.b64decode(shot["data"]))
 
 
 def missing() -> str:

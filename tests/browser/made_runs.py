@@ -9,14 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import uvicorn
+from kept_responses import response
 
-from verl_precision.tools.kept_tokens.decisions import Estimator
-from verl_precision.tools.kept_tokens.kept_file import CLIPPED, DECISIONS, KEPT, NOT_OURS, KeptResponse, append, beside
+from verl_precision.tools.kept_tokens.kept_file import CLIPPED, DECISIONS, KEPT, NOT_OURS, append, beside
 from verl_precision.tools.runs.live import Live
 from verl_precision.tools.runs.server import application
 
 TOKEN = "a-token-of-a-test"
-GRPO = Estimator("grpo, bypass mode", "vp_grpo", {"clip_low": 0.2, "clip_high": 0.28})
 
 
 def row(step: int, run: int = 0, **changes: float) -> str:
@@ -68,18 +67,14 @@ def keep(metrics: Path, step: int, gaps: Sequence[float], prompt: str, texts: Se
     gap = np.nan_to_num(gap)
     words = np.where(ours, np.where(gap > 0.28, CLIPPED, KEPT), NOT_OURS)
     codes = np.array([DECISIONS.index(word) for word in words])
-    values = {
-        "step": step, "identity": f"prompt_{step}_0", "reason": "largest gap", "length": len(gap), "reward": 1.0,
-        "log_weight": float(gap.sum()), "largest_gap": float(abs(gap).max()), "lost": int((words == CLIPPED).sum()),
-        "damage": float(abs(gap).sum()), "turns": 2, "version": step - 1, "behind": 0, "estimator": GRPO.name,
-        "prompt_ids": np.arange(3), "token_ids": np.arange(len(gap)), "rollout_log_probs": np.full(len(gap), -1.0),
-        "log_probs": gap - 1, "shadow_log_probs": None, "advantages": np.ones(len(gap)), "mask": ours.astype(int),
-        "weights": np.where(words == KEPT, np.exp(gap), 0.0), "decisions": codes, "prompt_text": prompt,
-        "turn": np.where(ours, 1 + (np.arange(len(gap)) > len(gap) // 2), 0),
-        "estimator_settings": GRPO.settings(),
-        "pieces": dict(enumerate(texts)),
+    numbers = {
+        "rollout_log_probs": np.full(len(gap), -1.0), "log_probs": gap - 1, "shadow_log_probs": None,
+        "advantages": np.ones(len(gap)), "weights": np.where(words == KEPT, np.exp(gap), 0.0), "decisions": codes,
+        "mask": ours.astype(int), "turn": np.where(ours, 1 + (np.arange(len(gap)) > len(gap) // 2), 0),
+        "token_ids": np.arange(len(gap)), "pieces": dict(enumerate(texts)), "prompt_text": prompt,
+        "lost": int((words == CLIPPED).sum()), "damage": float(abs(gap).sum()), "turns": 2,
     }  # fmt: skip
-    append(beside(metrics), [KeptResponse(**values | changes)])
+    append(beside(metrics), [response(step, len(gap), **numbers | changes)])
 
 
 class Server:

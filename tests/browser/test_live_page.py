@@ -92,14 +92,12 @@ def test_every_part_fits_a_wide_and_a_narrow_window(page, serve, folder, scheme)
         page.wait("innerWidth === arguments[0]", width)
         assert len(drawn(page)) >= 15
         assert page.overflow() <= 0
-        if folder := os.environ.get("PICTURES"):  # to be looked at
-            page.picture(Path(folder) / f"page_{width}_{scheme}.png")
     page.look(1280, "dark" if scheme == "light" else "light")
     page.wait(f"{GROUNDS} !== arguments[0]", before)
     assert page.errors() == []
 
 
-def test_a_new_row_a_torn_row_a_resume_and_a_run_that_begins(page, serve, folder):
+def test_a_new_row_a_resume_and_a_run_that_begins(page, serve, folder):
     metrics = write_run(folder / "first", 5)
     page.open(serve(folder).url)
     shown(page, 5)
@@ -107,14 +105,6 @@ def test_a_new_row_a_torn_row_a_resume_and_a_run_that_begins(page, serve, folder
     add(metrics, row(6))
     shown(page, 6)
     assert drawn(page)["figure-reward"] != before
-
-    torn = row(7)
-    add(metrics, torn[:40])
-    asked = "performance.getEntriesByType('resource').length"
-    page.wait(f"{asked} >= arguments[0]", page.js(asked) + 2)
-    assert page.js(of(0, "progress")).startswith("step 6 ") and page.js("document.querySelector('#runs .bad')") is None
-    add(metrics, torn[40:])
-    shown(page, 7)
 
     # A resume goes on from the checkpoint of step 3: the rows behind it are moved aside.
     metrics.write_text("".join(row(step) for step in (1, 2, 3)))
@@ -135,15 +125,6 @@ def test_a_new_row_a_torn_row_a_resume_and_a_run_that_begins(page, serve, folder
         "[...document.querySelectorAll('[id^=progress-]')].some((place) => place.textContent.startsWith('step 5'))"
     )
     assert page.errors() == []
-
-
-def test_a_folder_in_which_a_run_begins_later(page, serve, folder):
-    folder.mkdir()
-    page.open(serve(folder).url)
-    page.wait("document.querySelector('[data-state=waiting]')")
-    write_run(folder / "run", 3)
-    page.wait(f"{CURVES} > 10")
-    assert page.js("document.querySelectorAll('[data-state=waiting]').length") == 0
 
 
 def test_a_killed_run_is_said_to_have_stopped(page, serve, folder):

@@ -100,10 +100,11 @@ def own_processes() -> Iterator[Callable[[], list[psutil.Process]]]:
         yield lambda: [process for process in launch.marked_processes() if started_here(process)]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def fork_server() -> Iterator[str]:
-    """What forks the workers of most runs."""
-    with workers.fork_server() as python:
+    """What forks the workers of most runs, whoever starts them."""
+    with workers.fork_server() as python, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(launch.WORKER_PYTHON, python)
         yield python
 
 
@@ -116,7 +117,7 @@ def forked_driver() -> Iterator[Callable[[Path, Sequence[str]], list[str]]]:
 
 
 @pytest.fixture(scope="module")
-def run_recipe(tmp_path_factory, fork_server, forked_driver) -> Callable[..., Rows]:
+def run_recipe(tmp_path_factory, forked_driver) -> Callable[..., Rows]:
     """Run a recipe with overrides; return the metrics of each step. The same run is done once."""
 
     @functools.cache
@@ -124,7 +125,7 @@ def run_recipe(tmp_path_factory, fork_server, forked_driver) -> Callable[..., Ro
         folder = tmp_path_factory.mktemp("e2e") / "run"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch, "verl_command", forked_driver)
-            launch.run_verl(recipe, overrides, folder, lambda progress: None, fork_server)
+            launch.run_verl(recipe, overrides, folder, lambda progress: None)
         rows = Rows(read_metrics(folder / "metrics.jsonl"))
         rows.folder = folder
         return rows

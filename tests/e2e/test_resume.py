@@ -30,7 +30,8 @@ from verl_precision.base.errors import RunFailedError
 from verl_precision.base.overrides import quoted
 from verl_precision.check.rules.gpu_memory import shape_of
 from verl_precision.cli import app
-from verl_precision.tools.runs.launch import run_verl
+from verl_precision.tools.runs.fork_server import fork_server
+from verl_precision.tools.runs.launch import WORKER_PYTHON, run_verl
 from verl_precision.tools.runs.read import read_metrics
 
 RECIPE, RUN = Path("recipes/quickstart/quickstart.yaml"), "recipes/launch/run.sh"
@@ -153,11 +154,15 @@ def test_slurms_job_goes_on_after_its_time_limit_and_a_changed_one_touches_nothi
 
 
 def killed_at(said: str, command: list[str]) -> None:
-    """Run a command, and kill it when it says so; its driver lives on, without the workers, which it had forked."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        for line in process.stdout:
-            if said in line:
-                process.kill()
+    """Run a command, and kill it when it says so; its driver lives on, without the workers, whose forks end, too."""
+    with fork_server() as python:
+        variables = {**os.environ, WORKER_PYTHON: python}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with subprocess.Popen(command, **pipes, text=True, env=variables) as process:
+            for line in process.stdout:
+                if said in line:
+                    process.kill()
+                    break
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from verl_precision.base.errors import RunFailedError
-from verl_precision.tools.runs.launch import run_verl
+from verl_precision.tools.runs.launch import WORKER_PYTHON, run_verl
 from verl_precision.tools.runs.read import read_metrics
 
 QUICKSTART = Path("recipes/quickstart/quickstart.yaml")
@@ -15,8 +15,9 @@ TIED = ("tiny_architecture=qwen3_tied", "precision=fp32")
 
 
 @pytest.mark.matrix
-def test_tied_model_trains_where_ray_starts_the_workers(tmp_path):
-    """As it does on GPUs; the other tests have a fork server. The tied model with one: test_truncated_sampling.py."""
+def test_tied_model_trains_where_ray_starts_the_workers(tmp_path, monkeypatch):
+    """As it does for users; the other tests have a fork server. The tied model with one: test_truncated_sampling.py."""
+    monkeypatch.delenv(WORKER_PYTHON)
     settings = (*TIED, "trainer.total_training_steps=4", "ray_kwargs.ray_init.num_cpus=7")  # the preflight asks for 7
     run_verl(QUICKSTART, settings, tmp_path / "run", lambda progress: None)
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")

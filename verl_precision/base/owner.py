@@ -1,13 +1,11 @@
-"""A folder has one owner at a time: the process that holds the lock on the file `owner.txt` in it.
+"""A folder has one owner at a time: the process that holds the POSIX lock on the file `owner.txt` in it.
 
-The file has one line for each process that has owned the folder: host, process, job, since when. The lock is POSIX's
-(`fcntl.lockf`), which the kernel removes when the process ends, `kill -9` included: no lock is left behind, and a
-process's children do not inherit it. It excludes processes of one host on any local file system, and those of all
-hosts that mount an NFS export with locks. Limits:
+The file has a line for each process that has owned the folder. The kernel removes the lock when the process ends,
+`kill -9` included, and its children do not inherit it. Limits:
 
-* A host that dies or loses its network keeps its locks on NFSv4 until its lease ends (usually 90 seconds), and on
-  NFSv3 until it starts again. A host without network that goes on computing has lost its lock and does not know.
-* Mounted with `nolock` or `local_lock=all`, NFS excludes processes of one host only.
+* NFS: a lost host keeps its locks until its lease ends (NFSv4, usually 90 seconds) or it starts again (NFSv3); one
+  without network that goes on computing has lost its lock and does not know; mounted with `nolock` or `local_lock=all`,
+  processes of one host only are excluded.
 * A file system without locks (Lustre without `-o flock`) excludes nobody; that is logged as a warning.
 * The lock ends as soon as its process closes any handle of the file: only this module may open it.
 """
@@ -18,9 +16,9 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import IO
 
@@ -35,10 +33,11 @@ _POLL_SECONDS = 5.0
 JOB_ID = "VERL_PRECISION_JOB"  # of a job that makes one run, and is tried again: recipes/launch/rayjob.py sets it
 RUN_MARK = "VERL_PRECISION_RUN"  # every process of a run of `compare` carries it, so that exactly those are ended
 _JOB_IDS = (JOB_ID, "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
-_TAKEN, _NO_LOCKS = (errno.EACCES, errno.EAGAIN), (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 logger = logging.getLogger("verl_precision")
 _held: dict[tuple[int, Path], IO[bytes]] = {}  # process and folder -> the locked file; a forked child holds nothing
+_one_at_a_time = threading.Lock()  # the kernel's lock lets other threads of this process pass
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="ignore"))  # a later version may say more
@@ -61,21 +60,23 @@ def this_job() -> str | None:
     return next((os.environ[name] for name in _JOB_IDS if os.environ.get(name)), None)
 
 
-def take(folder: Path, wait_seconds: float = 0.0) -> Owner | None:
+def take(folder: Path, wait_seconds: float = 0.0, needs_locks: bool = False) -> Owner | None:
     """Own a folder, which is made, until this process ends or calls `release`; return who owns it, if somebody does.
 
-    That may be this process itself. With `wait_seconds`, ask again until then.
+    That may be this process itself. With `wait_seconds`, ask again until then. A file system without locks is an
+    OSError where it `needs_locks`.
     """
     deadline = time.monotonic() + wait_seconds
-    while (owner := _take(folder)) is not None and time.monotonic() < deadline:
+    while (owner := _take(folder, needs_locks)) is not None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     return owner
 
 
 def release(folder: Path) -> None:
     """Give up a folder that this process owns; another one's is left alone."""
-    if file := _held.pop(_key(folder), None):
-        file.close()
+    with _one_at_a_time:
+        if file := _held.pop(_key(folder), None):
+            file.close()
 
 
 def owned_here(folder: Path) -> bool:
@@ -85,34 +86,32 @@ def owned_here(folder: Path) -> bool:
 
 def owners(folder: Path) -> list[Owner]:
     """Return who has owned a folder, the last one last; what is no whole line of this module's is left out."""
-    if owned_here(folder):
-        text = _text(_held[_key(folder)])
-    else:
-        text = read_state(folder / OWNER_FILE, str, "Remove it, if no run is at work there.") or ""
-    return [owner for owner in map(_owner, text.splitlines(keepends=True)) if owner is not None]
+    file, remedy = _held.get(_key(folder)), "Remove it, if no run is at work there."
+    text = _text(file) if file else read_state(folder / OWNER_FILE, str, remedy) or ""
+    return [owner for line in text.splitlines(keepends=True) if (owner := _owner(line))]
 
 
-def _take(folder: Path) -> Owner | None:
-    if owned_here(folder):
-        return _last(_held[_key(folder)])
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / OWNER_FILE).open("ab+")  # NFS locks only a file that is open for writing
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (*_TAKEN, *_NO_LOCKS):
-            file.close()
-            raise
-        if error.errno in _TAKEN:
+def _take(folder: Path, needs_locks: bool) -> Owner | None:
+    with _one_at_a_time:
+        if owned_here(folder):
+            return _last(_held[_key(folder)])
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / OWNER_FILE).open("ab+")  # NFS locks only a file that is open for writing
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
             with file:
                 return _last(file)
-        logger.warning("the file system of %s has no locks: nothing keeps a second run out (%s)", folder, error)
-    since = datetime.now().astimezone().isoformat(timespec="seconds")
-    mine = Owner(socket.gethostname(), os.getpid(), this_job(), since)
-    file.write(f"\n{json.dumps(asdict(mine))}\n".encode())  # the last line may have been cut short
-    file.flush()
-    _held[_key(folder)] = file
-    return None
+        except OSError as error:
+            if needs_locks or error.errno not in _NO_LOCKS:
+                file.close()
+                raise
+            logger.warning("the file system of %s has no locks: nothing keeps a second run out (%s)", folder, error)
+        mine = Owner(socket.gethostname(), os.getpid(), this_job(), time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+        file.write(f"\n{json.dumps(asdict(mine))}\n".encode())  # the last line may have been cut short
+        file.flush()
+        _held[_key(folder)] = file
+        return None
 
 
 def _text(file: IO[bytes]) -> str:

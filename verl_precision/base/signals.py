@@ -3,10 +3,13 @@
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
+from typing import Any
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_WAKE_SECONDS = 0.5
 _DEAF_SECONDS = 60.0  # longer than any cleaning; after them the first signal counts as lost, e.g. in a destructor
 
 
@@ -37,3 +40,15 @@ def ended_by_signals(process_ends: bool = False) -> Iterator[list[int]]:
     finally:
         for number, handler in former.items():
             signal.signal(number, signal.SIG_IGN if heard and process_ends else handler)
+
+
+def completed(futures: Collection[Future[Any]]) -> Iterator[Future[Any]]:
+    """Yield futures as they complete, in the main thread, which hears signals meanwhile.
+
+    Of two signals at once the system may give both to another thread, and what this one waits for is not interrupted:
+    so it wakes up by itself.
+    """
+    pending = set(futures)
+    while pending:
+        done, pending = wait(pending, timeout=_WAKE_SECONDS, return_when=FIRST_COMPLETED)
+        yield from done

@@ -3,6 +3,9 @@
 The forms are those of public threads; words, names and addresses are made up.
 """
 
+import signal
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -175,3 +178,56 @@ def test_of_a_huge_log_the_end_is_read_and_of_a_line_the_beginning(tmp_path, mon
 def test_any_lines_make_at_most_ten(lines):
     report = relevant_lines(lines)
     assert len(report) <= LINES and not any("\x1b" in line for line in report)
+
+
+BUFFER = "Sync replay buffer selected terminal groups with no materializable trajectories"
+
+
+@pytest.mark.parametrize(("name", "cause", "remedy"), [
+    ("weight_sync", "WeightSyncError: Weight sync 0 did not take: lm_head", None),
+    ("head_size", "Unsupported CPU attention configuration: head_dim=16", "another head_dim"),
+    ("newline", "Expected Qwen newline to tokenize to one token, got []", "a token for the newline"),
+    ("killed_worker", "died unexpectedly (exit code: -9)", "memory"),
+    ("sigbus", "SIGBUS", "--shm-size"),
+])  # fmt: skip
+def test_cause_comes_first_and_once(name, cause, remedy):
+    report = relevant_lines((Path(__file__).parent / "recorded" / f"{name}.log").read_text().splitlines())
+    assert [number for number, line in enumerate(report) if cause in line] == [0]
+    assert len(report) <= 10 and len(set(report)) == len(report)
+    remedies = [line for line in report[1:] if line.startswith("remedy: ")]
+    assert remedies == report[1 : 1 + (remedy is not None)]
+    assert remedy is None or remedy in remedies[0]
+    # No engine that nobody installed, and no prefix.
+    for word in ("torchtitan", "veomni", "megatron", "automodel", "Warning", "pid=", "multiproc_executor.py", "raise "):
+        assert word not in "\n".join(report)
+    if name in ("head_size", "newline"):  # verl's own last words come last
+        assert BUFFER in report[-1] and BUFFER not in report[0]
+
+
+PREFLIGHT = "verl_precision: ray_kwargs.ray_init.num_cpus=2: verl's actors ask Ray for 7 logical CPUs"
+OURS = "verl_precision.base.errors.LossScaleError: gradients stay non-finite"
+BOOM = [
+    "\x1b[36m(W pid=2, ip=192.0.2.1)\x1b[0m (Worker_TP0 pid=3) ERROR 11-21 19:02:22 [a.py:1] ValueError: boom",
+    "\x1b[36m(W pid=5)\x1b[0m ValueError: boom\x1b[32m [repeated 3x across cluster]\x1b[0m",
+    "RuntimeError: Worker failed with error 'boom', please check the stack trace above for the root cause",
+]
+NOT_THERE = "x.py:1: UserWarning: veomni engine is not available: ModuleNotFoundError('veomni')"
+
+
+@pytest.mark.parametrize(("lines", "report"), [
+    # Ours comes before an earlier one.
+    (["ValueError: first", OURS, "KeyError: 'x'"], [OURS, "then: ValueError: first", "then: KeyError: 'x'"]),
+    (["start", PREFLIGHT, PREFLIGHT], [PREFLIGHT]),
+    (BOOM, ["ValueError: boom (in W, Worker_TP0)"]),
+    # Without any error it is the end of the log.
+    (["a", NOT_THERE, "", "b"], ["a", "b"]),
+    ([], []),
+])  # fmt: skip
+def test_report_by_hand(lines, report):
+    assert relevant_lines(lines) == report
+
+
+def test_a_process_ended_by_a_signal(tmp_path):
+    (tmp_path / "log").write_text("working\n")
+    text = reason(tmp_path / "log", -signal.SIGBUS)
+    assert text.splitlines()[0] == "  ended by SIGBUS" and "--shm-size" in text

@@ -15,10 +15,10 @@ from verl_precision.presets import preset_names
 from verl_precision.tools.runs.compare.summary import REWARD as SCORE
 from verl_precision.tools.runs.contents import series_of
 from verl_precision.tools.runs.expected import expected_of, read_expected
-from verl_precision.tools.runs.figures import COMPARED, Plot, draw, draw_comparison
-from verl_precision.tools.runs.panels import PANELS, REWARD, colours_of, parts_of
+from verl_precision.tools.runs.figures import COMPARED, draw_comparison
+from verl_precision.tools.runs.panels import PANELS, colours_of
 from verl_precision.tools.runs.read import Run
-from verl_precision.tools.show.figures import COLOURS, GREY, PRECISIONS
+from verl_precision.tools.show.colours import COLOURS, GREY, PRECISIONS
 
 K3 = next(panel for panel in PANELS if panel.name == "k3")
 
@@ -30,8 +30,8 @@ def run_of(name: str, rewards=(0.0, 1.0), k3=(1e-5, 1e-4), arm="", column="", **
     return Run(name, Path(name), rows, arm=arm, column=column)
 
 
-def drawn(panel, runs):
-    return draw([[[Plot(panel, runs, panel.title)]]])
+def drawn(panel: str, runs: list[Run]):
+    return draw_comparison(runs, panels=(panel,))
 
 
 def bands_of(axes) -> list[dict[float, tuple[float, float]]]:
@@ -55,7 +55,7 @@ def names_of(figure) -> list[str]:
 
 def test_seeds_are_one_line_at_the_mean_and_a_shade_from_the_smallest_to_the_largest():
     runs = [run_of(f"bf16/seed_{seed}", (0.0, seed), arm="bf16") for seed in (1, 2, 6)] + [run_of("fp16", (0.5, 0.5))]
-    figure = drawn(REWARD, runs)
+    figure = drawn("reward", runs)
     (axes,) = figure.axes
     assert lines_of(axes) == [(COLOURS[0], [0, 3]), (COLOURS[1], [0.5, 0.5])]
     assert bands_of(axes) == [{1: (0, 0), 2: (1, 6)}] and to_hex(axes.collections[0].get_facecolor()[0]) == COLOURS[0]
@@ -64,39 +64,26 @@ def test_seeds_are_one_line_at_the_mean_and_a_shade_from_the_smallest_to_the_lar
 
 def test_a_seed_that_is_not_finite_leaves_a_gap_and_one_that_is_shorter_leaves_the_others():
     runs = [run_of("a", (1.0, math.nan, 3.0), 3 * (1e-5,), arm="x"), run_of("b", (2.0, 4.0), arm="x")]
-    (axes,) = drawn(REWARD, runs).axes
+    (axes,) = drawn("reward", runs).axes
     ((_, means),) = lines_of(axes)
     assert means == pytest.approx([1.5, math.nan, 3.0], nan_ok=True)
     assert bands_of(axes) == [{1: (1, 2), 2: (4, 4), 3: (3, 3)}]
 
 
-def test_on_a_logarithmic_axis_zero_is_in_the_mean_and_not_in_the_shade():
+def test_on_a_logarithmic_axis_zero_is_in_the_mean():
     runs = [run_of("a", k3=(0.0, 1e-4), arm="x"), run_of("b", k3=(2e-4, 3e-4), arm="x")]
-    (axes,) = drawn(K3, runs).axes
+    (axes,) = drawn("k3", runs).axes
     assert axes.get_yscale() == "log" and lines_of(axes)[0][1] == pytest.approx([1e-4, 2e-4])
-    assert bands_of(axes) == [{1: (2e-4, 2e-4), 2: (1e-4, 3e-4)}]
-
-
-@pytest.mark.parametrize(("panel", "runs", "named"), [
-    (K3, [run_of("bf16"), run_of("fp32", k3=(0.0, 0.0))], "\n0 at every step: fp32"),  # not on the logarithmic axis
-    (REWARD, [run_of("a"), run_of("b", (0.0, 0.0))], "\n0 at every step: b"),
-    (REWARD, [run_of("a", (0.0, 0.0)), run_of("b", (0.0, 0.0))], "\n0 at every step: all"),
-    (REWARD, [run_of("a"), run_of("b", (0.0, math.nan))], ""),
-    (REWARD, [run_of("a"), run_of("b-" * 25, (0.0, 0.0))], "\n0 at every step:\n" + "b-" * 25),  # not cut at a hyphen
-])  # fmt: skip
-def test_curves_of_zeros_are_named_and_drawn_over_the_frame(panel, runs, named):
-    (axes,) = drawn(panel, runs).axes
-    assert axes.get_xlabel() == "step" + named
-    over = [not line.get_clip_on() and line.get_zorder() > axes.spines["bottom"].get_zorder() for line in axes.lines]
-    assert over == [panel is REWARD] * 2
+    assert axes.get_ylim()[0] > 1e-6, "nor does it stretch the axis"
+    (axes,) = drawn("k3", [run_of("fp32", k3=(0.0, 0.0))]).axes
+    assert axes.get_yscale() == "linear"
 
 
 @pytest.mark.parametrize("names", [
     [f"fp32_train_bf16_rollout/seed_{seed}" for seed in range(4)], ["a run with a long name, " * 5, "b"], [*"abcd"],
 ])  # fmt: skip
 def test_legends_fit_their_figure_and_take_nothing_from_the_plot(names):
-    figures = [drawn(REWARD, [run_of(name) for name in some]) for some in (["a"], names)]
-    figures.append(drawn(REWARD, [run_of("a"), *(run_of(name, (0.0, 0.0)) for name in names)]))
+    figures = [drawn("reward", [run_of(name) for name in some]) for some in (["a"], names)]
     heights = []
     for figure in figures:
         canvas = FigureCanvasAgg(figure)
@@ -107,7 +94,7 @@ def test_legends_fit_their_figure_and_take_nothing_from_the_plot(names):
     assert min(heights) > 0.9 * heights[0]
 
 
-@pytest.mark.parametrize("names", [["bf16", "fp16"], ["fp16", "bf16"], ["fp32", "fp16"], [*"abcdef", "bf16", "x"]])
+@pytest.mark.parametrize("names", [["fp16", "bf16"], ["fp32", "fp16"], [*"abcdef", "bf16", "x"]])
 def test_a_precision_has_its_colour_in_every_figure(names):
     """That of the README's figure, which `recipes/collapse/read_doses.py` draws with `PRECISIONS`."""
     found = colours_of([run_of(name) for name in names])
@@ -161,17 +148,9 @@ def test_arms_have_the_panels_of_today_and_the_clipped_share_where_it_was_measur
     assert len(draw_comparison(runs[2:], panels=(*COMPARED, "phantom")).axes) == 3
 
 
-def test_more_arms_than_colours_are_drawn_in_parts():
-    runs = [run_of(f"arm{number}/seed_{seed}", arm=f"arm{number}") for number in range(10) for seed in (1, 2)]
-    figure = draw_comparison(runs)
-    assert [[len(axes.lines) for axes in part.axes] for part in figure.subfigs] == [[8, 8, 8], [2, 2, 2]]
-    assert names_of(figure.subfigs[1]) == ["arm8", "arm9"]
-    assert [len(part) for part in parts_of(runs)] == [16, 4]
-
-
-def test_precisions_of_an_estimator_stay_in_one_part():
-    runs = [run_of(f"{estimator}-{precision}") for estimator in "abc" for precision in ("1", "2", "3")]
-    assert [[run.name for run in part][::3] for part in parts_of(runs, multiple_of=3)] == [["a-1", "b-1"], ["c-1"]]
+def test_of_more_arms_than_colours_no_two_look_alike():
+    (axes,) = drawn("reward", [run_of(f"arm{number}") for number in range(20)] + [run_of("bf16")]).axes
+    assert len({(to_hex(line.get_color()), line.get_linestyle()) for line in axes.lines}) == 21
 
 
 def test_on_the_page_seeds_are_a_mean_and_a_range_too():

@@ -1,6 +1,5 @@
 """The live page: who may ask what, what changes while it is open, and what it never shows as HTML."""
 
-import io
 import json
 import os
 import re
@@ -15,18 +14,18 @@ import numpy as np
 import pytest
 import yaml
 from hypothesis import example, given
-from rich.console import Console
+from kept_responses import response
 from starlette.testclient import TestClient
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.tools.kept_tokens.kept_file import DECISIONS, FILE, KeptResponse, append
 from verl_precision.tools.runs import live as live_module
-from verl_precision.tools.runs.contents import BUCKETS, series_of, thinned
+from verl_precision.tools.runs.contents import BUCKETS, downsampled, series_of
 from verl_precision.tools.runs.kept import SHOWN_PROMPT, SHOWN_TOKENS
 from verl_precision.tools.runs.live import Live
 from verl_precision.tools.runs.read import REWARD
 from verl_precision.tools.runs.server import application
-from verl_precision.tools.runs.standing import duration_text, standings_table
+from verl_precision.tools.runs.standing import duration_text
 
 TOKEN = "a-token_of_the_test"
 EVIL = '</script><img src=x onerror="alert(1)">&amp;'
@@ -46,16 +45,9 @@ def write(path: Path, text: str, mode: str = "w") -> Path:
 
 
 def kept(step: int = 1, tokens: int = 4, **more) -> KeptResponse:
-    numbers = {name: np.zeros(tokens, "f4") for name in ("rollout_log_probs", "log_probs", "advantages", "weights")}
-    response = {
-        "step": step, "identity": EVIL, "reason": "largest gap", "length": tokens, "reward": 0.5, "log_weight": 0.0,
-        "largest_gap": 0.0, "lost": 0, "damage": float(step), "turns": 1, "version": 0, "behind": 1, **numbers,
-        "prompt_ids": np.arange(3), "token_ids": np.arange(tokens) % 2, "shadow_log_probs": None,
-        "mask": np.ones(tokens, "u1"), "turn": np.ones(tokens, "u2"), "decisions": np.ones(tokens, "u1"),
-        "estimator": "grpo", "estimator_settings": {"name": "grpo", "loss": "vanilla"}, "prompt_text": "What?",
-        "pieces": {0: EVIL, 1: "\n"},
-    }  # fmt: skip
-    return KeptResponse(**(response | more))
+    fields = {"identity": EVIL, "damage": float(step), "prompt_text": "What?", "token_ids": np.arange(tokens) % 2}
+    fields |= {"prompt_ids": np.arange(3), "shadow_log_probs": None, "pieces": {0: EVIL, 1: "\n"}}
+    return response(step, tokens, **fields | more)
 
 
 @pytest.fixture
@@ -106,11 +98,6 @@ def test_an_address_without_its_last_slash_is_the_page_too(ask, run):
 @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:8421", "", "[::2]"])
 def test_a_foreign_host_is_refused(ask, run, host):
     assert ask("state", host=host).status_code == 400
-
-
-def test_a_host_that_was_asked_for_is_answered(tmp_path, run):
-    app = application(Live([tmp_path]), TOKEN, ["localhost", "node7"])
-    assert TestClient(app, base_url="http://node7:1").get(f"/{TOKEN}/state").status_code == 200
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
@@ -193,15 +180,6 @@ def test_nothing_is_sent_when_nothing_is_new_and_only_what_is_when_something_is(
     assert state_of(ask, 10**9)["curves"].keys() == {"bf16", "fp16"}, "a page of another start begins anew"
 
 
-def test_a_row_that_is_being_written_is_left_until_it_is_whole(ask, run):
-    whole = line(3)
-    version = state_of(ask)["version"]
-    write(run, whole[:30], "a")
-    assert all(each["standing"]["step"] == 2 for each in state_of(ask)["runs"])
-    write(run, whole[30:], "a")
-    assert state_of(ask, version)["runs"][0]["standing"]["step"] == 3
-
-
 def test_a_resumed_series_goes_back_and_on(ask, run):
     """Our file logger empties the file, writes rows up to the checkpoint, and goes on."""
     write(run, "".join(line(step, **{"mismatch/k3_kl": 1e-5 if step < 40 else 1e-3}) for step in range(1, 61)))
@@ -234,12 +212,6 @@ def test_arms_join_a_comparison_and_seeds_are_one_curve(ask, tmp_path):
         many["curves"]["grpo"]["reward/reward"] == [[1], [0.2], [0.1], [0.3]]
         and many["runs"][0]["id"] == one["runs"][0]["id"]
     )
-
-
-def test_more_runs_than_colours_are_shown(ask, tmp_path):
-    for number in range(11):
-        write(tmp_path / f"run{number:02d}" / "metrics.jsonl", line(1))
-    assert len(state_of(ask)["curves"]) == 11
 
 
 def test_what_breaks_is_said_and_the_others_go_on(ask, tmp_path, run):
@@ -304,7 +276,7 @@ def test_numbers_at_the_top(run):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(None, ""), (8.04, "8.04 s"), (180, "3 min"), (7500, "2 h 5 min"), (3.1e5, "3 d 14 h")]
+    ("seconds", "text"), [(None, ""), (8.04, "8.04 s"), (180, "0:03:00"), (3.1e5, "3 days, 14:06:40")]
 )
 def test_times_as_people_say_them(seconds, text):
     assert duration_text(seconds) == text
@@ -321,19 +293,13 @@ def test_once_prints_the_same(tmp_path, typed, run):
     assert code == 1 and "not a metrics file" in " ".join(said.split())
 
 
-def test_the_table_of_the_terminal_fits_eighty_columns(tmp_path, run):
-    console = Console(width=80, file=io.StringIO())
-    console.print(standings_table([(each.run.name, each.stands, ["k3_growth"]) for each in Live([run]).runs()]))
-    assert all(len(text) <= 80 for text in console.file.getvalue().splitlines())
-
-
 # Curves
 
 
 @example([0.0, np.inf, -np.inf, 0.0], 2)
 @given(st.lists(st.floats(width=32), min_size=3, max_size=3000), st.integers(2, 40))
 def test_a_thinned_curve_keeps_its_extremes_its_ends_its_gaps_and_the_steps_of_its_spikes(values, buckets):
-    steps, means, lows, highs = thinned(range(len(values)), [values], buckets)
+    steps, means, lows, highs = downsampled(range(len(values)), [values], buckets)
     assert steps == sorted(set(steps)) and {0, len(values) - 1} <= {*steps} and len(steps) <= buckets
     finite = [value for value in values if np.isfinite(value)]
     if finite:
@@ -442,11 +408,9 @@ def test_what_other_estimators_would_have_decided(ask, run):
 
     own = OTHERS[0]
     ratio = np.log(np.array([1.0, 2.0, 0.1, 1.0], "f4"))
-    response = kept(
-        log_probs=ratio - 5, rollout_log_probs=np.full(4, -5, "f4"), advantages=np.array([1, 1, -1, 1], "f4")
-    )
-    response = kept(**{**vars(response), "estimator": own.name, "estimator_settings": own.settings(), "tokens": 4})
-    append(run.with_name(FILE), [response])
+    numbers = {"log_probs": ratio - 5, "rollout_log_probs": np.full(4, -5, "f4"), "mask": np.ones(4, "u1")}
+    numbers |= {"advantages": np.array([1, 1, -1, 1], "f4"), "turn": np.ones(4, "u2"), "weights": np.ones(4, "f4")}
+    append(run.with_name(FILE), [kept(**numbers, estimator=own.name, estimator_settings=own.settings())])
     at = ask("responses?run=0").json()["rows"][0]["offset"]
     found = ask(f"decisions?run=0&at={at}").json()
     assert next(iter(found)) == own.name and len(found) > 5 and all(len(codes) == 4 for codes in found.values())

@@ -3,8 +3,6 @@
 grid            the runs of a comparison: which arms, which overrides each, which seeds
 compare/        one recipe in several precisions, estimators, arms and seeds: `verl-precision compare`
 launch          one run: start verl, follow its progress, end every process of it
-fork_server     on a CPU, Ray's workers as forks of one process that has imported verl and vLLM; with two scripts,
-                `fork_client` (stands in for `python`) and `fork_template` (the process that forks)
 failure_report  why a run failed, from its log
 read            the metrics of a run, from any logger's files, and on from where they were left
 rows            the rows of a metrics file, a console log or TensorBoard events; else the line that is none

@@ -22,8 +22,8 @@ class Arm(NamedTuple):
 
     name: str  # of its folder, and in table and figures
     overrides: tuple[str, ...]  # Hydra overrides that make the arm
-    precision: str | None = None  # the precision preset that -p chose; None for an arm of the recipe
-    estimator: str | None = None  # the estimator preset that -e chose, if any
+    precision: str | None = None  # the preset that -p chose; None for an arm of the recipe
+    estimator: str | None = None  # the preset that -e chose, if any
 
 
 class PlannedRun(NamedTuple):
@@ -43,10 +43,7 @@ def run_name(arm: str, seed: int | None) -> str:
 def preset_arms(precisions: Sequence[str], estimators: Sequence[str] = ()) -> list[Arm]:
     """Return an arm for each precision, or for each estimator with each precision; refuse presets that are unknown."""
     for option, chosen in (("precision", precisions), ("estimator", estimators)):
-        known = preset_names(option)
-        for name in (each for each in chosen if each not in known):
-            problem, allowed = "there is no such preset", ", ".join(known)
-            raise ConfigurationError(problem, setting=f"--{option}", value=name, allowed=allowed)
+        _require_known(f"--{option}", chosen, preset_names(option), "there is no such preset")
         require_each_once(f"--{option}", chosen, "each preset once")
     arms = []
     for estimator, precision in product(estimators or (None,), precisions):
@@ -60,25 +57,20 @@ def recipe_arms(recipe: Path, names: Sequence[str]) -> list[Arm]:
     """Return the arms with these names, or with `all` every one, of a recipe's own `arms: {name: [override, ...]}`."""
     known = _own_keys(recipe).get("arms")
     if not isinstance(known, dict) or not known:
-        problem, allowed = f"{recipe} has no arms", "the names in a recipe's `arms: {name: [override, ...], ...}`"
+        allowed = "the names in a recipe's `arms: {name: [override, ...], ...}`"
         remedy = "Add that key to the recipe, or compare precisions with -p and estimators with -e."
-        raise ConfigurationError(problem, setting="--arm", value=names[0], allowed=allowed, remedy=remedy)
+        raise _refused("--arm", names[0], f"{recipe} has no arms", allowed, remedy)
     for name, overrides in known.items():
         if not isinstance(name, str) or not _ARM_NAME.fullmatch(name) or name == ALL:
-            problem = f"an arm of {recipe} has a name that no folder can have, or that means every arm"
             allowed = "letters, digits and _ . = + -, with a letter or digit first, but not `all`"
-            raise ConfigurationError(problem, setting="arms", value=name, allowed=allowed)
+            raise _refused("arms", name, f"no folder of an arm of {recipe} can have this name", allowed)
         if not isinstance(overrides, list) or not all(isinstance(o, str) and re.search("^~|=", o) for o in overrides):
-            problem = f"{recipe}: an arm is a list of Hydra overrides"
             allowed = 'e.g. [precision=fp16, estimator=grpo], or [] for the recipe as it is; quote one with " #{[,"'
-            raise ConfigurationError(problem, setting=f"arms.{name}", value=overrides, allowed=allowed)
+            raise _refused(f"arms.{name}", overrides, f"{recipe}: an arm is a list of Hydra overrides", allowed)
     require_each_once("--arm", names, "each arm once")
-    for name in (each for each in names if each not in (ALL, *known)):
-        problem, allowed = f"{recipe} has no such arm", ", ".join([ALL, *known])
-        raise ConfigurationError(problem, setting="--arm", value=name, allowed=allowed)
+    _require_known("--arm", names, [ALL, *known], f"{recipe} has no such arm")
     if ALL in names and len(names) > 1:
-        problem, allowed = f"`{ALL}` means every arm", f"`{ALL}` alone, or names"
-        raise ConfigurationError(problem, setting="--arm", value=" ".join(names), allowed=allowed)
+        raise _refused("--arm", " ".join(names), f"`{ALL}` means every arm", f"`{ALL}` alone, or names")
     return [Arm(name, tuple(known[name])) for name in (known if ALL in names else names)]
 
 
@@ -106,33 +98,37 @@ def check_arguments(
     """
     require_recipe(config)
     if arms and (precisions or estimators):
-        problem, value = "an arm of the recipe says itself what differs", " ".join(arms)
-        allowed = "--arm, or --precision and --estimator, not both"
-        remedy = "Leave -p and -e out, or put them into the recipe's arms."
-        raise ConfigurationError(problem, setting="--arm", value=value, allowed=allowed, remedy=remedy)
+        allowed, remedy = "--arm, or --precision and --estimator, not both", "Put -p and -e into the recipe's arms."
+        raise _refused("--arm", " ".join(arms), "an arm of the recipe says itself what differs", allowed, remedy)
     runs = with_seeds(recipe_arms(config, arms) if arms else preset_arms(precisions, estimators), seeds)
     require_overrides(overrides)
     require_each_once("--seed", seeds, "each seed once")
     if seeds and "seed" not in top_level_keys(config):
-        problem, allowed = f"{config} has no top-level key `seed`", "seeds for a recipe with that key"
+        allowed = "seeds for a recipe with that key"
         remedy = "Add `seed: 1` to the recipe, and tie verl's settings to it, e.g. `data: {seed: ${seed}}`."
-        raise ConfigurationError(problem, setting="--seed", value=seeds[0], allowed=allowed, remedy=remedy)
+        raise _refused("--seed", seeds[0], f"{config} has no top-level key `seed`", allowed, remedy)
+    # Hydra would refuse what is given twice in the middle of the comparison, or one of the two would be lost.
     of_runs = {_key(override): run for run in runs for override in run.overrides}
     for override in (*overrides, *(own for run in runs for own in run.overrides)):
         key, value = _key(override), override.partition("=")[2]
         if key == "trainer.default_local_dir":
-            problem = "the runs would go on from each other's checkpoints"
             allowed = "nothing: each run has its own, <output>/<recipe>/<time>/<run>/checkpoints"
             remedy = "Leave it out, and give --output a folder on the disk that you want."
-            raise ConfigurationError(problem, setting=key, value=value, allowed=allowed, remedy=remedy)
-    # Hydra would refuse these in the middle of the comparison, or one of the two would be lost.
-    for override in (each for each in overrides if _key(each) in of_runs):
-        key, _, value = override.partition("=")
-        problem = f"the run {of_runs[_key(override)].name} has a value of its own for it"
-        allowed = "settings in which the runs do not differ"
-        remedy = "Leave it out, or change the arms (-p, -e, --arm, --seed)."
-        raise ConfigurationError(problem, setting=key, value=value, allowed=allowed, remedy=remedy)
+            raise _refused(key, value, "the runs would go on from each other's checkpoints", allowed, remedy)
+        if override in overrides and key in of_runs:
+            allowed, remedy = "settings in which the runs do not differ", "Leave it out, or change the arms."
+            raise _refused(key, value, f"the run {of_runs[key].name} has a value of its own for it", allowed, remedy)
     return runs
+
+
+def _require_known(option: str, names: Sequence[str], known: Sequence[str], problem: str) -> None:
+    for name in names:
+        if name not in known:
+            raise _refused(option, name, problem, ", ".join(known))
+
+
+def _refused(setting: str, value: object, problem: str, allowed: str, remedy: str = "") -> ConfigurationError:
+    return ConfigurationError(problem, setting=setting, value=value, allowed=allowed, remedy=remedy)
 
 
 def preset_of(group: str, overrides: Sequence[str]) -> str | None:

@@ -16,7 +16,7 @@ from verl_precision.tools.kept_tokens.kept_file import (
     index_of,
     response_at,
 )
-from verl_precision.tools.runs.contents import Wire, wire
+from verl_precision.tools.runs.contents import JsonNumber, json_number
 
 SHOWN_PROMPT, SHOWN_TOKENS, SHOWN_RESPONSES = 20_000, 32_768, 100  # characters; tokens; responses of a list
 ORDERS = {
@@ -87,8 +87,8 @@ def response_content(response: KeptResponse) -> dict[str, Any]:
     prompt = response.prompt_text
     own = [float(each) for each in abs(response.log_probs - response.rollout_log_probs)[:count]]
 
-    def numbers(values: Any) -> list[Wire]:
-        return [wire(float(value)) for value in values[:count]]
+    def numbers(values: Any) -> list[JsonNumber]:
+        return [json_number(float(value)) for value in values[:count]]
 
     return {
         **_summary(response),
@@ -99,7 +99,7 @@ def response_content(response: KeptResponse) -> dict[str, Any]:
         "promptTokens": len(response.prompt_ids),
         "texts": None if response.texts is None else response.texts[:count],
         "ids": response.token_ids[:count].tolist(),
-        "gap": [wire(value) for value in own],
+        "gap": [json_number(value) for value in own],
         "mu": numbers(response.rollout_log_probs),
         "pi": numbers(response.log_probs),
         "advantages": numbers(response.advantages),
@@ -135,4 +135,4 @@ def _joined(texts: Sequence[str] | None, ids: Sequence[int]) -> str:
 def _summary(each: KeptSummary) -> dict[str, Any]:
     names = KeptSummary.__dataclass_fields__
     found = {name: value for name, value in vars(each).items() if name in names}
-    return {name: wire(value) if isinstance(value, float) else value for name, value in found.items()}
+    return {name: json_number(value) if isinstance(value, float) else value for name, value in found.items()}

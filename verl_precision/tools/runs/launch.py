@@ -4,7 +4,6 @@ The processes of a run are known by a mark in their environment, and all of them
 """
 
 import contextlib
-import fcntl
 import os
 import re
 import secrets
@@ -24,12 +23,13 @@ import psutil
 from verl_precision.base.errors import RunFailedError
 from verl_precision.base.files import table_of
 from verl_precision.base.overrides import quoted
-from verl_precision.base.owner import RUN_MARK
+from verl_precision.base.owner import RUN_MARK, release, take
 from verl_precision.base.signals import ended_by_signals
 from verl_precision.tools.runs.failure_report import reason
 
-_OWNER = "owner"  # of a scratch folder: locked while its process lives
-_POLL_SECONDS, _GRACE_SECONDS = 0.5, 20.0
+_MARK = "mark"  # of a scratch folder: what its processes carry
+_POLL_SECONDS, _GRACE_SECONDS, _ASKED_SECONDS = 0.5, 20.0, 5.0
+WORKER_PYTHON = "VERL_PRECISION_WORKER_PYTHON"  # variable: a command that Ray starts workers with (fork_server)
 STAGES = table_of(__file__, "stages.yaml")
 TOTAL_STEPS = re.compile(r"Training Progress:\s+\d+%\|.*?\|\s*\d+/(\d{1,15})(?!\d)")
 
@@ -54,7 +54,6 @@ def run_verl(
     overrides: Sequence[str],
     folder: Path,
     on_progress: Callable[[Progress], None],
-    python: str | None = None,
     goes_on: bool = False,
     threads: int | None = None,
 ) -> float:
@@ -62,8 +61,7 @@ def run_verl(
 
     The new folder gets `train.log`, `metrics.jsonl` and Hydra's own files. A run that goes on may have the folder of a
     start which was interrupted: what is left of its processes ends, and the next log is `train-2.log`. Progress is told
-    about twice a second. Ray starts its workers with the command `python`, e.g. that of a `fork_server`, or by itself.
-    `threads` is the `OMP_NUM_THREADS` of all processes, where the variable is not set.
+    about twice a second. `threads` is the `OMP_NUM_THREADS` of all processes, where the variable is not set.
 
     Raises:
         RunFailedError: If verl fails; Ray's logs are kept then and named.
@@ -78,7 +76,7 @@ def run_verl(
     if threads is not None:
         environment.setdefault("OMP_NUM_THREADS", str(threads))
     environment |= {"VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONUNBUFFERED": "1"}
-    start, process = time.monotonic(), None
+    start, process, python = time.monotonic(), None, os.environ.get(WORKER_PYTHON)
     with ended_by_signals(), scratch_folder("vp-ray-", mark) as ray_folder:
         environment |= {RUN_MARK: f"{mark}-{ray_folder.name}", "VLLM_RPC_BASE_PATH": str(ray_folder)}  # of its sockets
         command = [
@@ -86,7 +84,7 @@ def run_verl(
             "trainer.logger=[console,file]",
             f"hydra.run.dir={quoted(folder / 'hydra')}",
             f"+ray_kwargs.ray_init._temp_dir={quoted(ray_folder)}",
-            *([f"+ray_kwargs.ray_init.runtime_env.py_executable={quoted(python)}"] if python is not None else []),
+            *([f"+ray_kwargs.ray_init.runtime_env.py_executable={quoted(python)}"] if python else []),
         ]
         try:
             with log.open("wb") as sink:
@@ -97,7 +95,7 @@ def run_verl(
         finally:
             end_processes(process, mark)
         if process.returncode != 0:
-            (ray_folder / _OWNER).unlink()  # so that it stays
+            (ray_folder / _MARK).unlink()  # so that it stays
     if process.returncode != 0:
         why = f"verl ended with exit code {process.returncode}:\n{reason(log, process.returncode)}"
         raise RunFailedError(f"{why}\nLog: {log}\nRay's own logs: {ray_folder}/session_latest/logs")
@@ -133,36 +131,37 @@ def stage_of(line: str, current: int) -> int:
 
 @contextlib.contextmanager
 def scratch_folder(prefix: str, mark: str = "") -> Iterator[Path]:
-    """Yield a new folder for temporary files; it is removed at the end, unless it has lost its file `owner` by then.
+    """Yield a new folder for temporary files; it is removed at the end, unless it has lost its file `mark` by then.
 
     First go the folders that killed processes have left, with the processes that carry the mark and the folder's name.
     """
-    parent, kept = Path(tempfile.gettempdir()), False
+    parent = Path(tempfile.gettempdir())
     if re.search(r"[^ -~]|[*?\[]", str(parent)):  # Ray takes ASCII alone, and finds no logs where * means something
         parent = Path("/tmp")
-    for left in parent.glob(f"{prefix}*/{_OWNER}"):
-        with contextlib.suppress(OSError):  # its owner lives, or somebody else removes it
-            if left.parent.lstat().st_uid == os.getuid():
-                with left.open() as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if own := file.read():  # every mark begins with an empty one
-                        end_marked(own)
-                    shutil.rmtree(left.parent)
+    for left in (file.parent for file in parent.glob(f"{prefix}*/{_MARK}")):
+        with contextlib.suppress(OSError):  # somebody else removes it, or has it on a file system without locks
+            if left.lstat().st_uid == os.getuid() and take(left, needs_locks=True) is None:
+                try:
+                    if own := (left / _MARK).read_text():  # every mark begins with an empty one
+                        end_marked(f"{own}-{left.name}")
+                finally:  # also if its owner has just removed it, and it was made again
+                    _remove(left)
     # Short, because Ray puts UNIX sockets into it and their paths are limited to 107 bytes.
-    folder = parent / f"{prefix}{secrets.token_hex(4)}"
+    folder, kept = parent / f"{prefix}{secrets.token_hex(4)}", False
     try:
         folder.mkdir(mode=0o700)
-        with (folder / f"{_OWNER}.new").open("w") as file:
-            with contextlib.suppress(OSError):  # on a file system without locks what is left lies there
-                fcntl.flock(file, fcntl.LOCK_EX)
-            file.write(f"{mark}-{folder.name}")
-            file.flush()
-            (folder / f"{_OWNER}.new").rename(folder / _OWNER)  # there only once it is locked
-            yield folder
-            kept = not (folder / _OWNER).exists()
+        take(folder)
+        (folder / _MARK).write_text(mark)  # there only once the folder is locked
+        yield folder
+        kept = not (folder / _MARK).exists()
     finally:
         if not kept:
-            shutil.rmtree(folder, ignore_errors=True)  # sockets of processes that are closing may vanish under us
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # sockets of processes that are closing may vanish under us
+    release(folder)
 
 
 def end_processes(process: subprocess.Popen | None, mark: str, grace_seconds: float = _GRACE_SECONDS) -> None:
@@ -185,7 +184,7 @@ def end_marked(mark: str) -> None:
         for survivor in left:
             with contextlib.suppress(psutil.NoSuchProcess):  # ended by itself: what was wanted
                 end(survivor)
-        psutil.wait_procs(left, timeout=5)
+        psutil.wait_procs(left, timeout=_ASKED_SECONDS)
     for socket in Path("/tmp").glob(f"rl-colocate-zmq-{mark[:12]}-*"):
         socket.unlink(missing_ok=True)
 

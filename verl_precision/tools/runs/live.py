@@ -2,29 +2,33 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from verl_precision.base.errors import ConfigurationError, fault_of_error
 from verl_precision.base.terminal import printable
 from verl_precision.mismatch.alarm import Alarm, MismatchAlarm
 from verl_precision.tools.runs.contents import (
+    SHOWN,
     Columns,
     Series,
     Summary,
+    actions_of,
     curves_of,
     expected_content,
+    json_number,
     missing,
-    run_content,
     summary_of,
 )
 from verl_precision.tools.runs.expected import expected_by_recipe
 from verl_precision.tools.runs.kept import KeptList
 from verl_precision.tools.runs.panels import colours_of
 from verl_precision.tools.runs.read import Follower, OnProgress, Run, names_of, sources_in
-from verl_precision.tools.runs.standing import Points, Standing, standing, total_steps
+from verl_precision.tools.runs.standing import Points, RunStatus, standing, total_steps
 
 _NEEDED = ("file", "rows", "standing", "curves")  # parts without which there is nothing to show
 
@@ -32,16 +36,16 @@ _NEEDED = ("file", "rows", "standing", "curves")  # parts without which there is
 class LiveRun:
     """One run, or a place where one may begin. Whatever its files hold is the problem of this run, and no error.
 
-    Without its metrics a run is unreadable; without what lies beside them it is shown all the same.
+    Without its metrics a run is unreadable; without what lies beside them it is shown all the same. Its curves are
+    compared with those `expected`, or with those of its recipe where that is None.
     """
 
     def __init__(self, number: int, source: Path, follower: Follower | None, expected: Sequence[Run] | None) -> None:
-        """Take what reads its metrics, and the curves to compare it with: None for those of its recipe."""
         self.number, self.source, self.follower = number, source, follower
         self.kept = KeptList(source)
         self.run = Run(source.name, source, [])
         self.expected: Sequence[Run] = expected or []
-        self.stands = Standing("waiting", now={})
+        self.stands = RunStatus("waiting")
         self._by_recipe = expected is None
         self._total: int | None = None
         self._faults: dict[str, str] = {}
@@ -105,15 +109,49 @@ class LiveRun:
                 age = max(0.0, now - self.follower.written)
             self.stands = standing(self.run, self.points, self._total, age, self.expected)
         if self.run.problem or any(part in self._faults for part in _NEEDED):
-            self.stands = Standing("unreadable", now={})
+            self.stands = RunStatus("unreadable")
         return kept or self.stands.state != former
 
     def content(self, colour: str, problem: str = "") -> dict[str, Any]:
         """Return what the page shows of the run, but for its curves."""
-        return run_content(
-            self.number, self.run, self.points, self.summary, self.alarms, self._judge.baseline_missing, self.stands,
-            colour, self.kept.count, self.problem or problem,
-        )  # fmt: skip
+        run, stands = self.run, asdict(self.stands)
+        alarms = [
+            {**asdict(alarm), "seen": json_number(alarm.seen), "shown": alarm.metric in SHOWN} for alarm in self.alarms
+        ]
+        return {
+            "id": self.number,
+            "name": run.name,
+            "curve": run.curve,
+            "colour": colour,
+            "path": printable(str(run.path)),
+            "notes": list(run.notes),
+            "problem": self.problem or problem,
+            "first": int(run.rows[0]["step"]) if run.rows else None,
+            "standing": {key: json_number(each) if isinstance(each, float) else each for key, each in stands.items()},
+            "alarms": alarms,
+            "actions": actions_of(self.points),
+            "baselineMissing": self._judge.baseline_missing,
+            "summary": self.summary,
+            "kept": self.kept.count,
+        }
+
+
+def content_of(
+    version: int,
+    runs: Sequence[LiveRun],
+    curves: Mapping[str, Mapping[str, Series]],
+    expected: Iterable[Run],
+    problems: Mapping[Path, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return all that the page shows: the runs, some or all of their curves, and what has gone wrong with sources."""
+    colours = colours_of([run.run for run in runs])
+    return {
+        "version": version,
+        "runs": [run.content(colours[run.run.curve], problems.get(run.source, "")) for run in runs],
+        "curves": curves,
+        "expected": expected_content(expected),
+        "missing": missing({run.run.name: run.points for run in runs if run.points}),
+    }
 
 
 class Live:
@@ -172,17 +210,9 @@ class Live:
                 return None
             since = since if 0 < since < self._version else 0
             runs = list(self._runs.values())
-            colours = colours_of([run.run for run in runs], again=True)
-            return {
-                "version": self._version,
-                "runs": [run.content(colours[run.run.curve], self._problems.get(run.source, "")) for run in runs],
-                "curves": {name: found for name, found in self._curves.items() if self._changed[name] > since},
-                "expected": expected_content(self._expected()),
-                "missing": missing({run.run.name: run.points for run in runs if run.points}),
-            }
-
-    def _expected(self) -> list[Run]:
-        return list({(each.name, each.path): each for run in self._runs.values() for each in run.expected}.values())
+            curves = {name: found for name, found in self._curves.items() if self._changed[name] > since}
+            expected = {(each.name, each.path): each for run in runs for each in run.expected}.values()
+            return content_of(self._version, runs, curves, expected, self._problems)
 
     def _read_on(self) -> None:
         if time.monotonic() - self._looked < self._pause:

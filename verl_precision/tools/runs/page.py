@@ -15,15 +15,9 @@ from markupsafe import Markup
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import write_file
 from verl_precision.mismatch.settings import AlarmSettings
-from verl_precision.tools.runs.contents import (
-    csv_of,
-    curves_of,
-    expected_content,
-    missing,
-    panels_content,
-)
-from verl_precision.tools.runs.live import LiveRun
-from verl_precision.tools.runs.panels import PANELS, colours_of
+from verl_precision.tools.runs.contents import csv_of, curves_of, panels_content
+from verl_precision.tools.runs.live import LiveRun, content_of
+from verl_precision.tools.runs.panels import PANELS
 from verl_precision.tools.runs.read import Run
 from verl_precision.tools.show.pages import mark_of, render
 
@@ -40,8 +34,8 @@ POLICY = (
 def page(runs: list[Run], expected: Sequence[Run] = ()) -> str:
     """Return the report about runs with different names; those of one arm are one curve in the figures.
 
-    The alarm runs over the recorded metrics. Expected curves (`read_expected`) are drawn beside the reward. Refused are
-    runs without any of the metrics shown, and too many runs.
+    The alarm runs over the recorded metrics. Expected curves are drawn beside the reward. Runs without any of the
+    metrics shown are refused.
     """
     shown = [LiveRun(number, run.path, None, expected) for number, run in enumerate(runs)]
     for each, run in zip(shown, runs, strict=True):
@@ -53,15 +47,8 @@ def page(runs: list[Run], expected: Sequence[Run] = ()) -> str:
         allowed = "metrics of a verl training run (critic/score/mean, mismatch/k3_kl, ...)"
         remedy = "Name the run's own metrics file."
         raise ConfigurationError(problem, setting="RUN", value=value, allowed=allowed, remedy=remedy)
-    colours = colours_of(runs)
     of_curve = {run.curve: [points[each.name] for each in runs if each.curve == run.curve] for run in runs}
-    state = {
-        "version": 1,
-        "runs": [each.content(colours[each.run.curve]) for each in shown],
-        "curves": {name: curves_of(own) for name, own in of_curve.items()},
-        "expected": expected_content(expected),
-        "missing": missing({name: found for name, found in points.items() if found}),
-    }
+    state = content_of(1, shown, {name: curves_of(own) for name, own in of_curve.items()}, expected)
     return _page("report", state, {panel.name: csv_of(panel, points) for panel in PANELS})
 
 

@@ -9,20 +9,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
 from verl_precision.base.errors import VerlPrecisionError
 from verl_precision.base.files import open_regular
 from verl_precision.base.terminal import printable
-from verl_precision.tools.runs.rows import (
-    LONGEST_LINE,
-    event_rows,
-    has_steps,
-    is_whole,
-    log_rows,
-    metric_rows,
-    refused,
-)
+from verl_precision.tools.runs.rows import LONGEST_LINE, event_rows, has_steps, is_whole, log_rows, metric_rows, refused
 from verl_precision.tools.runs.rows import Rows as Rows
 
 REWARD = "critic/score/mean"
@@ -57,7 +49,10 @@ def read_runs(paths: list[Path], on_progress: OnProgress | None = None) -> list[
     Where a run's name is `<arm>/seed_<n>`, it is one of its arm. One that cannot be read has its problem in place of
     rows. A path that is not there, or is given twice, is refused, and so is the first run where none can be read.
     """
-    sources = [source for path in paths for source in sources_in(path) or _without_metrics(path)]
+    of_path = {path: sources_in(path) for path in paths}
+    if empty := [path for path, sources in of_path.items() if not sources]:
+        raise refused(empty[0], "there are no metrics in it", "Name the file itself.")
+    sources = [source for path in paths for source in of_path[path]]
     runs: list[Run] = []
     faults: list[VerlPrecisionError | OSError] = []
     for source, name in zip(sources, names_of(sources), strict=True):
@@ -187,11 +182,9 @@ class Follower:
 
     def _put(self, row: dict[str, float]) -> int:
         """Put a row in its place, which is returned."""
-        if not self.rows or row["step"] > self.rows[-1]["step"]:
-            self.rows.append(row)
-            return len(self.rows) - 1
-        place = bisect_left(self.rows, row["step"], key=lambda each: each["step"])
-        if self.rows[place]["step"] == row["step"]:
+        end = not self.rows or row["step"] > self.rows[-1]["step"]
+        place = len(self.rows) if end else bisect_left(self.rows, row["step"], key=lambda each: each["step"])
+        if not end and self.rows[place]["step"] == row["step"]:
             self.rows[place] = self.rows[place] | row
             self._repeated += 1
         else:
@@ -221,10 +214,6 @@ def sources_in(path: Path) -> list[Path]:
             break
         folders = list(filter(os.path.isdir, below))
     return found + unclear
-
-
-def _without_metrics(path: Path) -> NoReturn:
-    raise refused(path, "there are no metrics in it", "Name the file itself.")
 
 
 def _source_of(folder: Path, inside: Sequence[Path]) -> list[Path]:

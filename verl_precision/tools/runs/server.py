@@ -15,12 +15,13 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from verl_precision.base.errors import ConfigurationError, fault_of_error
 from verl_precision.base.terminal import printable
@@ -41,34 +42,27 @@ _HEADERS = {
 }
 
 
-class _Guard:
+class _Guard(BaseHTTPMiddleware):
     """Lets requests pass whose path begins with the token, and gives every answer its headers."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._token = app, token
+        super().__init__(app)
+        self._token = token
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        async def with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [
-                    *message["headers"],
-                    *((k.lower().encode(), v.encode()) for k, v in _HEADERS.items()),
-                ]
-            await send(message)
-
-        _, _, path = scope["path"].partition("/")
-        given, slash, rest = path.partition("/")
+    async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
+        """Answer a request."""
+        given, slash, rest = request.scope["path"].removeprefix("/").partition("/")
+        answer: Response
         if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode()):
             text = "The address lacks this server's token: take the whole one that was printed last.\n"
-            await PlainTextResponse(text, 403)(scope, receive, with_headers)
+            answer = PlainTextResponse(text, 403)
         elif not slash:
-            await RedirectResponse(f"/{self._token}/")(scope, receive, with_headers)
+            answer = RedirectResponse(f"/{self._token}/")
         else:
-            await self._app({**scope, "path": f"/{rest}", "raw_path": b""}, receive, with_headers)
+            request.scope.update(path=f"/{rest}", raw_path=b"")
+            answer = await call_next(request)
+        answer.headers.update(_HEADERS)
+        return answer
 
 
 def application(live: Live, token: str, hosts: Sequence[str] = LOCAL) -> Starlette:

@@ -7,7 +7,8 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -17,7 +18,7 @@ from rich.table import Table
 from verl_precision.base.files import open_regular
 from verl_precision.tools.runs.expected import at, hydra_of
 from verl_precision.tools.runs.launch import TOTAL_STEPS
-from verl_precision.tools.runs.panels import PANELS, Panel
+from verl_precision.tools.runs.panels import PANELS
 from verl_precision.tools.runs.read import Run
 from verl_precision.tools.runs.rows import LARGEST_STEP
 from verl_precision.tools.show.tables import number_text, percent_text, terminal_table
@@ -27,7 +28,7 @@ Points = Mapping[str, Mapping[int, float]]  # `<panel>/<label>` -> value by step
 RECENT = 20  # steps that say how long one takes
 # A run has stopped growing if its newest row is older than so many of its slowest recent steps, and than so long.
 PATIENCE, PATIENCE_SECONDS = 4.0, 60.0
-_STEP_SECONDS, _LONGEST, _TAIL = "step_time/step", 1e9, 2**16  # of a step; seconds; bytes of a log
+_STEP_SECONDS, _LONGEST, _ENDLESS, _TAIL = "step_time/step", 1e9, 1e13, 2**16  # of a step; seconds; bytes of a log
 # What stands at the top: title, the curves of which the first that is measured is shown, and how.
 NOW: tuple[tuple[str, tuple[str, ...], Literal["number", "percent", "sum"]], ...] = (
     ("reward", ("reward/reward",), "number"),
@@ -43,7 +44,7 @@ NOW: tuple[tuple[str, tuple[str, ...], Literal["number", "percent", "sum"]], ...
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunStatus:
     """Where a run stands; None for what is not known."""
 
     state: State
@@ -52,18 +53,13 @@ class Standing:
     step_seconds: float | None = None  # median of the recent steps
     seconds_left: float | None = None
     age: float | None = None  # seconds since the newest row
-    now: Mapping[str, str] = ()  # type: ignore[assignment]  # the titles of `NOW` -> newest value, as people read it
+    now: Mapping[str, str] = field(default_factory=dict)  # the titles of `NOW` -> newest value, as people read it
 
 
-def curve_key(panel: Panel, label: str) -> str:
-    """Return the name of a curve of a panel."""
-    return f"{panel.name}/{label}"
-
-
-def standing(run: Run, points: Points, total: int | None, age: float | None, expected: Sequence[Run] = ()) -> Standing:
+def standing(run: Run, points: Points, total: int | None, age: float | None, expected: Sequence[Run] = ()) -> RunStatus:
     """Return where a run of `total` steps stands whose newest row was written `age` seconds ago; None: long ago."""
     if not run.rows:
-        return Standing("waiting", now={})
+        return RunStatus("waiting")
     step = int(run.rows[-1]["step"])
     seconds = [value for value in list(points.get(_STEP_SECONDS, {}).values())[-RECENT:] if 0 <= value < _LONGEST]
     typical = median(seconds) if seconds else None
@@ -77,7 +73,7 @@ def standing(run: Run, points: Points, total: int | None, age: float | None, exp
         state = "stopped growing"
     if state != "running":
         left = None
-    return Standing(state, step, total, typical, left, age, _now(points, step, expected))
+    return RunStatus(state, step, total, typical, left, age, _now(points, step, expected))
 
 
 def _now(points: Points, step: int, expected: Sequence[Run]) -> dict[str, str]:
@@ -114,20 +110,13 @@ def total_steps(source: Path) -> int | None:
 
 
 def duration_text(seconds: float | None) -> str:
-    """Return a time as people say it: 8 s, 3 min, 2 h 5 min, 4 d 3 h; empty for None."""
-    if seconds is None:
-        return ""
-    if seconds < 100:
-        return f"{seconds:.3g} s"
-    minutes, hours = round(seconds / 60), seconds / 3600
-    if minutes < 100:
-        return f"{minutes} min"
-    if hours < 48:
-        return f"{minutes // 60} h {minutes % 60} min"
-    return f"{int(hours // 24)} d {int(hours % 24)} h"
+    """Return a time as people say it: 8 s, 0:03:00, 4 days, 3:00:00; empty for None."""
+    if seconds is None or seconds < 100:
+        return "" if seconds is None else f"{seconds:.3g} s"
+    return str(timedelta(seconds=round(min(seconds, _ENDLESS))))
 
 
-def standings_table(rows: Sequence[tuple[str, Standing, Sequence[str]]]) -> Table:
+def standings_table(rows: Sequence[tuple[str, RunStatus, Sequence[str]]]) -> Table:
     """Return a table of runs for a terminal: name, where it stands, names of its alarms."""
     titles = list(dict.fromkeys(title for _, each, _ in rows for title in each.now))
     cells = [
@@ -143,9 +132,6 @@ def standings_table(rows: Sequence[tuple[str, Standing, Sequence[str]]]) -> Tabl
         for name, each, alarms in rows
     ]
     columns = ("run", "state", "alarms", "step", "a step", "left", *titles)
-    red = [
-        number
-        for number, (_, each, alarms) in enumerate(rows)
-        if alarms or each.state in ("stopped growing", "unreadable")
-    ]
+    bad = ("stopped growing", "unreadable")
+    red = [number for number, (_, each, alarms) in enumerate(rows) if alarms or each.state in bad]
     return terminal_table(columns, cells, words=3, red=red)

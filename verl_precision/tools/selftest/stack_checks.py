@@ -8,7 +8,7 @@ from verl_precision.base.errors import CheckFailedError, RunFailedError, require
 from verl_precision.base.overrides import quoted
 from verl_precision.base.tiny_model import write_problems
 from verl_precision.mismatch.metric_names import K3_KL
-from verl_precision.tools.runs.fork_server import fork_server_on_cpu
+from verl_precision.tools.runs.fork_server import workers_forked_on_cpu
 from verl_precision.tools.runs.launch import Progress, run_verl
 from verl_precision.tools.runs.read import Rows, read_metrics
 from verl_precision.tools.selftest.checks import NO_FSDP1, Figures, check
@@ -144,6 +144,6 @@ def _run(device: str, folder: Path, *overrides: str, sleeps: bool = False, on_pr
         rollout = "actor_rollout_ref.rollout"
         own += [f"{rollout}.enforce_eager=True", f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={2**30}"]
         own += [f"{rollout}.free_cache_engine={sleeps}", f"++{rollout}.enable_sleep_mode={sleeps}"]
-    with fork_server_on_cpu() as python:
-        run_verl(RECIPE, [*own, *overrides], folder / "run", on_progress, python, goes_on=True)
+    with workers_forked_on_cpu():
+        run_verl(RECIPE, [*own, *overrides], folder / "run", on_progress, goes_on=True)
     return read_metrics(folder / "run" / "metrics.jsonl")

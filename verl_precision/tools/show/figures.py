@@ -9,10 +9,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from verl_precision.base.files import new_file
-from verl_precision.tools.show.colours import COLOURS as COLOURS
-from verl_precision.tools.show.colours import GREY as GREY
-from verl_precision.tools.show.colours import PRECISIONS as PRECISIONS
-from verl_precision.tools.show.colours import RED as RED
 
 
 def new_figure(width: float, height: float) -> Figure:

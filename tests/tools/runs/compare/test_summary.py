@@ -126,13 +126,6 @@ def test_a_bar_that_means_nothing_is_refused(above, steps, words):
         PassBar(above, steps)
 
 
-def test_sentence():
-    passed = PassBar(0.95, 2).sentence("fp16", rewarded(0.5, 0.96, 1.0))
-    assert passed == "fp16: critic/score/mean 0.980 over the last 2 steps, bar 0.95: passed, above since step 3"
-    shorter = PassBar(0.95, 4).sentence("bf16", rewarded(0.5, 0.5))
-    assert shorter == "bf16: critic/score/mean 0.500 over the last 2 steps, bar 0.95: not passed"
-
-
 def seeds_of(arm: str, estimator: str | None, scale: float, rewards: tuple[float, ...]) -> list[Summary]:
     """Summaries of one arm, a seed for each last reward; the k3 of seed n is n times that of the first."""
     found = [summarise("bf16", measured(scale, (0.0, last)), 1, arm, estimator, n) for n, last in enumerate(rewards, 1)]
@@ -161,19 +154,6 @@ def test_a_ratio_is_readable_and_none_is_taken_to_rounding(k3, shown):
     """10⁻⁵ in BF16; FP32's rounding of log-probs is a k3 of about 10⁻¹⁴."""
     runs = [summarise("bf16", measured(1), 1), replace(summarise("fp32", measured(1), 1), k3_kl=k3)]
     assert [row[4] for row in rows_of(runs)[2:]] == ([shown] if shown else [])
-
-
-def test_at_80_columns_the_table_is_whole():
-    text = io.StringIO()
-    Console(file=text, width=80).print(
-        table([summarise("bf16_train_fp16_rollout", measured(1, (0.5234, 0.7, 0.9827)), 1)])
-    )
-    lines = text.getvalue().splitlines()
-    assert "…" not in text.getvalue() and max(map(len, lines)) <= 80
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
-    assert ["".join(column).replace(" ", "") for column in zip(*cells, strict=True)][:4] == [
-        "bf16_train_fp16_rollout", "3", "0.523->0.983", "2.00e-02",
-    ]  # fmt: skip
 
 
 def test_a_seed_without_a_number_is_not_hidden_in_a_mean():

@@ -17,7 +17,8 @@ from verl_precision.base.terminal import paragraph
 from verl_precision.tools.gap.explain.judge import FLOOR, Finding, Result
 from verl_precision.tools.gap.explain.operations import FAMILIES, Operations
 from verl_precision.tools.gap.explain.settings import Explanation
-from verl_precision.tools.show.figures import COLOURS, RED, image, new_figure, style
+from verl_precision.tools.show.colours import COLOURS, RED
+from verl_precision.tools.show.figures import image, new_figure, style
 from verl_precision.tools.show.pages import render
 from verl_precision.tools.show.tables import percent_text, short_text, terminal_table, write_json
 

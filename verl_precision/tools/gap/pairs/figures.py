@@ -10,7 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from verl_precision.tools.gap.pairs.measure import Pair, ranked
-from verl_precision.tools.show.figures import COLOURS, new_figure, style, write_png
+from verl_precision.tools.show.colours import COLOURS
+from verl_precision.tools.show.figures import new_figure, style, write_png
 
 _TOKENS: dict[str, Any] = {"s": 3, "alpha": 0.25, "linewidths": 0, "rasterized": True}
 _RESPONSES: dict[str, Any] = {**_TOKENS, "s": 9, "alpha": 0.5}

@@ -10,13 +10,13 @@ from verl_precision.base.versions import installed_versions
 from verl_precision.tools.runs.compare.folder import SUMMARY, UNDRAWN, seconds_of_runs
 from verl_precision.tools.runs.compare.summary import PassBar, Summary, summarise, write_summary
 from verl_precision.tools.runs.expected import expected_of
-from verl_precision.tools.runs.figures import COMPARED, draw_comparison, parts_of
+from verl_precision.tools.runs.figures import COMPARED, draw_comparison
 from verl_precision.tools.runs.grid import PlannedRun, preset_of
 from verl_precision.tools.runs.page import page, write_page
 from verl_precision.tools.runs.read import Run, read_runs
 from verl_precision.tools.show.figures import write_png
 
-FIGURE = "comparison.png"
+FIGURE, REPORT = "comparison.png", "report.html"
 
 
 class Results:
@@ -38,23 +38,23 @@ class Results:
             self._read(run, done[run.name])
 
     def _read(self, run: PlannedRun, seconds: float) -> None:
-        (measured,) = read_runs([self.folder / run.name])
+        (found,) = read_runs([self.folder / run.name])
         chosen = [*self.overrides, *run.overrides]
         precision, estimator = (preset_of(group, chosen) for group in ("precision", "estimator"))
-        summary = summarise(precision, measured.rows, seconds, run.arm.name, estimator, run.seed)
-        self._finished[run.name] = replace(measured, name=run.name, arm=run.arm.name), summary
+        summary = summarise(precision, found.rows, seconds, run.arm.name, estimator, run.seed)
+        self._finished[run.name] = replace(found, name=run.name, arm=run.arm.name), summary
 
     def add(self, run: PlannedRun, seconds: float) -> None:
         """Add a run that has finished: from now on it is not repeated."""
         with self._lock:
             self._read(run, seconds)
-            bar, measured = self.pass_bar, self.measured()
-            verdicts = {name: bar.verdict(found.rows) for name, found in measured.items()} if bar else None
+            bar, finished = self.pass_bar, self.finished()
+            verdicts = {name: bar.verdict(found.rows) for name, found in finished.items()} if bar else None
             about = {"command": sys.argv, "versions": installed_versions(), "pass_bar": verdicts}
             (self.folder / UNDRAWN).touch()  # first: a start that is killed before it draws has not finished
             write_summary(self.folder / SUMMARY, self.summaries(), **about)
 
-    def measured(self) -> dict[str, Run]:
+    def finished(self) -> dict[str, Run]:
         """Return the finished runs in the order of the plan."""
         return {run.name: self._finished[run.name][0] for run in self.runs if run.name in self._finished}
 
@@ -63,25 +63,18 @@ class Results:
         return [self._finished[run.name][1] for run in self.runs if run.name in self._finished]
 
     def draw(self) -> None:
-        """Write figure and report of the runs that there are, unless that has been done.
-
-        The report is in parts of up to eight arms, with all precisions of an estimator in one of them.
-        """
+        """Write figure and report of the runs that there are, unless that has been done."""
         with self._lock:
-            measured = self.measured()
-        if self._drawn == measured.keys():
+            finished = self.finished()
+        if self._drawn == finished.keys():
             return
-        self._drawn = set(measured)
+        self._drawn, runs = set(finished), list(finished.values())
         precisions = {run.arm.precision for run in self.runs}
         panels = (*COMPARED, "phantom") if None in precisions else COMPARED  # which an arm of the recipe may change
-        figure = draw_comparison(*self.in_columns(list(measured.values())), panels)
-        write_png(self.folder / FIGURE, figure, self.config.stem)
-        together = len(precisions) if self._in_columns else 1
-        for number, part in enumerate(parts_of(list(measured.values()), together), start=1):
-            name = "report.html" if number == 1 else f"report_{number}.html"
-            write_page(self.folder / name, page(part, expected=self._expected(part)), force=True)
+        write_png(self.folder / FIGURE, draw_comparison(*self.in_columns(runs), panels), self.config.stem)
+        write_page(self.folder / REPORT, page(runs, self._expected(runs)), force=True)
         with self._lock:
-            if self.measured().keys() == measured.keys():
+            if self.finished().keys() == finished.keys():
                 (self.folder / UNDRAWN).unlink(missing_ok=True)
 
     def in_columns(self, runs: list[Run]) -> tuple[list[Run], list[Run]]:

@@ -1,12 +1,11 @@
 """Stands in for `python` where Ray starts a worker: has a template process fork one that has imported everything.
 
-    python -I -S fork_client.py FOLDER [-u] [-B] (SCRIPT | -m MODULE | -c COMMAND) [ARGUMENT ...]
+    python -I -S client.py FOLDER [-u] [-B] (SCRIPT | -m MODULE | -c COMMAND) [ARGUMENT ...]
 
-It looks for the template of this very environment, which it starts if there is none (`fork_template.py`), hands over
-what a process has from its starter (`fork_template.Order`), and then stands for the forked process: signals are passed
-on, the exit code is the fork's, and if this process is killed, the fork is too. `-c` is what multiprocessing starts in
-a fork, e.g. vLLM's engine: that ends with the process that started it.
-A run starts it twelve times, so it imports only a little of Python's own library.
+It looks for the template of this very environment, which it starts if there is none, hands over what a process has
+from its starter (`template.Order`), and stands for the forked process: signals are passed on, the exit code is the
+fork's, and if this process is killed, the fork is too. `-c` is what multiprocessing starts in a fork, e.g. vLLM's
+engine: that ends with the process that started it.
 """
 
 import contextlib
@@ -14,7 +13,6 @@ import fcntl
 import hashlib
 import json
 import os
-import resource
 import select
 import signal
 import socket
@@ -54,7 +52,7 @@ def connect(folder: str) -> socket.socket:
 
 def _start_template(folder: str, name: str, environment: dict[str, str]) -> None:
     log_path = os.path.join(folder, f"{name}.log")
-    command = [sys.executable, os.path.join(os.path.dirname(__file__), "fork_template.py"), folder, name]
+    command = [sys.executable, os.path.join(os.path.dirname(__file__), "template.py"), folder, name]
     with open(log_path, "wb") as log:
         template = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -90,15 +88,7 @@ def main() -> int:
     answers = connection.makefile("rb", buffering=0)  # a line is read at a time: `select` sees the next
     descriptors = [0, 1, 2, *inherited]
     # One line of JSON, with the descriptors. The template answers with two lines: process id, exit code.
-    order = {
-        "arguments": arguments,
-        "environment": dict(os.environ),
-        "cwd": os.getcwd(),
-        "descriptors": descriptors,
-        "niceness": os.getpriority(os.PRIO_PROCESS, 0),
-        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
-        "cpu": bound_to(),
-    }
+    order = [arguments, dict(os.environ), os.getcwd(), descriptors, bound_to()]
     message = json.dumps(order).encode() + b"\n"
     sent = socket.send_fds(connection, [message], descriptors)
     if rest := message[sent:]:  # sending nothing fails where the process has ended by now

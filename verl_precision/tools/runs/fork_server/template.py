@@ -1,11 +1,10 @@
-"""A process that has imported what verl's workers import, and forks one for each `fork_client.py` that asks.
+"""A process that has imported what verl's workers import, and forks one for each `client.py` that asks.
 
-    python fork_template.py FOLDER NAME
+    python template.py FOLDER NAME
 
 Importing verl, vLLM and torch takes ten seconds of a core, and a run has eleven processes that do it. A fork has them
-at once and shares their memory. Whatever may differ between processes is set in the fork (`_become`). What a fork
-spawns with multiprocessing, as vLLM does its engine, is a fork too. Ends when the process that owns FOLDER does, or for
-want of work: a folder may see many environments, each with a template of half a gigabyte.
+at once and shares their memory; what may differ between processes is set in it (`_become`). The template ends when the
+process that owns FOLDER does, or for want of work: each of many environments has one of half a gigabyte.
 """
 
 import contextlib
@@ -17,9 +16,8 @@ import json
 import multiprocessing.spawn
 import os
 import random
-import resource
 import runpy
-import selectors
+import select
 import signal
 import socket
 import sys
@@ -37,15 +35,14 @@ class Order(NamedTuple):
     environment: dict[str, str]  # its environment variables
     cwd: str  # its working directory
     descriptors: list[int]  # numbers of the open files it has, the three standard streams first
-    niceness: int  # its scheduling priority
-    open_files: tuple[int, int]  # soft and hard limit of its open files
     cpu: int | None  # the one CPU it is bound to, or None where it has the template's
 
 
 def serve(folder: str, name: str) -> Order:
-    """Fork on request until the owner has gone or there is no work; return in each fork, with its order.
+    """Fork on request until the owner has gone or there is no work; return in each process ordered, with its order.
 
-    The folder has the owner's `template.json` and its socket `owner.sock`; this template's own gets the name.
+    The folder has the owner's `template.json` and its socket `owner.sock`; this template's own gets the name. Each
+    process has a keeper between the template and itself.
     """
     with open(os.path.join(folder, "template.json")) as file:
         settings = json.load(file)
@@ -59,83 +56,75 @@ def serve(folder: str, name: str) -> Order:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # so that the collector of a fork leaves shared pages alone
-
-    wake, woken = socket.socketpair()
-    woken.setblocking(False)
-    wake.setblocking(False)
-    signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    path = os.path.join(folder, f"{name}.sock")
+    path, template = os.path.join(folder, f"{name}.sock"), os.getpid()
     listening.bind(f"{path}.new")
     listening.listen(64)
     os.rename(f"{path}.new", path)  # there only once it answers
-
-    selector = selectors.DefaultSelector()
-    for each in (wake, listening):
-        selector.register(each, selectors.EVENT_READ)
-    clients: dict[int, socket.socket] = {}  # by the id of the process that was forked for each
     while True:
-        events = selector.select(timeout=None if clients else settings["idle_seconds"])
-        if not events:
+        if not select.select([listening], [], [], settings["idle_seconds"])[0]:
             with open(os.path.join(folder, f"{name}.lock")) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                if not selector.select(timeout=0):  # no client has connected meanwhile
+                # No process is left, and no client has connected meanwhile.
+                if not _has_children() and not select.select([listening], [], [], 0)[0]:
                     os.unlink(path)
                     os._exit(0)
-        for source in (key.fileobj for key, _ in events):
-            if source is wake:
-                wake.recv(4096)
-                _report_ended(clients, selector)
-            elif source is listening:
-                client, _ = listening.accept()
-                try:
-                    order, received = _receive(client)
-                except ConnectionError:
-                    client.close()
-                    continue
-                process = os.fork()
-                if process == 0:
-                    signal.set_wakeup_fd(-1)
-                    selector.close()
-                    for ours in (owner, wake, woken, listening, client, *clients.values()):
-                        ours.close()
-                    _become(order, received, os.path.join(folder, "python"))
-                    return order
-                for descriptor in received:
-                    os.close(descriptor)
-                _answer(client, process)
-                clients[process] = client
-                selector.register(client, selectors.EVENT_READ)
-            elif source in clients.values():  # it was killed, and could not pass it on
-                selector.unregister(source)
-                os.kill(next(process for process, client in clients.items() if client is source), signal.SIGKILL)
+            continue
+        client, _ = listening.accept()
+        if os.fork() == 0:
+            _end_with(template)
+            owner.close()
+            listening.close()
+            with contextlib.suppress(ConnectionError):
+                return _ordered(client, os.path.join(folder, "python"))
+            os._exit(1)  # the client was killed while it sent its order
+        client.close()
 
 
-def _receive(client: socket.socket) -> tuple[Order, list[int]]:
+def _has_children() -> bool:
+    try:
+        return os.waitpid(-1, os.WNOHANG) == (0, 0)
+    except ChildProcessError:
+        return False
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends: none is left when the template is killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _ordered(client: socket.socket, python: str) -> Order:
+    """Fork the process that a client orders, in which this returns, and keep it: tell its id and its exit code.
+
+    If the client was killed, and could not pass that on, the process is killed.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     message, received, _, _ = socket.recv_fds(client, 1 << 16, _MOST_DESCRIPTORS)
     while not message.endswith(b"\n"):
         if not (part := client.recv(1 << 16)):
-            raise ConnectionError("the client was killed while it sent its order")
+            raise ConnectionError
         message += part
-    return Order(**json.loads(message)), received
-
-
-def _answer(client: socket.socket, number: int) -> None:
-    with contextlib.suppress(ConnectionError):  # it was killed: the selector says so next
-        client.sendall(b"%d\n" % number)
-
-
-def _report_ended(clients: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
-    """Tell the client of each process that has ended its exit code."""
-    while clients:
-        process, status = os.waitpid(-1, os.WNOHANG)
-        if process == 0:
-            return
-        with clients.pop(process) as client:
-            if client.fileno() in selector.get_map():
-                selector.unregister(client)
-                _answer(client, os.waitstatus_to_exitcode(status))
+    order, keeper = Order(*json.loads(message)), os.getpid()
+    process = os.fork()
+    if process == 0:
+        _end_with(keeper)
+        client.close()
+        _become(order, received, python)
+        return order
+    for descriptor in received:
+        os.close(descriptor)
+    with contextlib.suppress(ConnectionError):
+        client.sendall(b"%d\n" % process)
+    ended = os.pidfd_open(process)
+    if ended not in select.select([client, ended], [], [])[0]:
+        os.kill(process, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    with contextlib.suppress(ConnectionError):
+        client.sendall(b"%d\n" % code)
+    os._exit(0)
 
 
 def _become(order: Order, received: list[int], python: str) -> None:
@@ -143,17 +132,10 @@ def _become(order: Order, received: list[int], python: str) -> None:
 
     It has received the order's open files under numbers of its own. multiprocessing starts `python` in place of Python.
     """
-    template = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # none is left when the template is killed
-    if os.getppid() != template:
-        os._exit(1)
     os.setsid()
-    for number in (signal.SIGCHLD, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _number_descriptors(received, order.descriptors)
-    os.setpriority(os.PRIO_PROCESS, 0, order.niceness)
-    resource.setrlimit(resource.RLIMIT_NOFILE, order.open_files)
     if order.cpu is not None:
         os.sched_setaffinity(0, {order.cpu})
     if order.arguments[0] == "-c":
