@@ -1,4 +1,4 @@
-"""The canary in a verl trainer: asks every rollout replica after a weight sync, and the trainer's engine for its view.
+"""The trainer callback with the canary: it asks every rollout replica after a weight sync, then the trainer's engine.
 
 The replicas answer while they sample the next step. When sampling has ended, the trainer scores the same tokens with
 the weights that it sent, and judges before it learns from what was sampled: a wrong rollout costs no update.
@@ -28,7 +28,7 @@ from verl_precision.base.verl_config import (
 )
 from verl_precision.engine.shadow import ROUNDED_TO
 from verl_precision.weight_sync.canary import CanaryJudge, canary_tokens
-from verl_precision.weight_sync.settings import CanarySettings
+from verl_precision.weight_sync.settings import canary_settings
 
 logger = logging.getLogger("verl_precision.weight_sync")
 
@@ -44,9 +44,10 @@ CANARY_HELP = (
 class TrainerCanary:
     """The canary of one run."""
 
-    def __init__(self, config: DictConfig, settings: CanarySettings) -> None:
-        """Read from the config what the two engines compute in, and whether the rollout serves an adapter."""
-        self.settings = settings
+    def __init__(self, trainer: Any) -> None:
+        """Read from a trainer's config what the two engines compute in, and whether the rollout serves an adapter."""
+        self._trainer, config = trainer, trainer.config
+        self.settings = settings = canary_settings(config)
         dtypes = _dtype(engines(config)[0].compute), _dtype(rollout_dtype(config))
         grids = tuple(quantisations(config).values())
         self._judge = CanaryJudge(*dtypes, tf32=config.trainer.device == "cuda", grids=grids)
@@ -58,11 +59,40 @@ class TrainerCanary:
         self._asked: dict[int, list[Any]] = {}  # replica -> futures of its answers, one a sequence
         self._outputs: dict[int, list[Any]] = {}  # replica -> its answers
         self._problems: list[str] = []
+        self._metrics: dict[str, float] = {}  # of the step
         self._seconds = 0.0
         self._syncs = 0
         self._works = settings.every_n_syncs > 0
         if self._works and (name := str(config.actor_rollout_ref.rollout.name)) not in PROMPT_LOG_PROBS:
             self._give_up(f"as verl drives it, a {name} server gives no log-probs of a prompt")
+
+    def on_init_end(self, proceed, *args, **kwargs):
+        """Ask once the first weights are there."""
+        proceed(*args, **kwargs)
+        self._ask_synced()
+
+    def on_step_end(self, proceed):
+        """Ask after the sync."""
+        proceed()
+        self._ask_synced()
+
+    def on_sample_end(self, proceed, *args, **kwargs):
+        """Take the answers before replicas sleep, and judge before the trainer learns from the sample."""
+        self.collect()
+        proceed(*args, **kwargs)
+        self._metrics |= self.judge(self._trainer.actor_rollout_wg)
+
+    def _compute_metrics(self, proceed, batch, metrics, *args, **kwargs):
+        proceed(batch, metrics, *args, **kwargs)
+        found, self._metrics = self._metrics, {}
+        seconds = "weight_sync/seconds"  # the guard has some, too
+        metrics.update({**found, seconds: metrics.get(seconds, 0.0) + found.get(seconds, 0.0)})
+
+    def _ask_synced(self) -> None:
+        """Ask the replicas that each step's sync reaches; separate_async has its own beside the colocated ones."""
+        trainer = self._trainer
+        manager = getattr(trainer, "standalone_checkpoint_manager", trainer.checkpoint_manager)
+        self.ask(manager.replicas, trainer.tokenizer)
 
     def ask(self, replicas: Sequence[Any], tokenizer: Any) -> None:
         """Ask every one of verl's rollout replicas to score the canary, if this sync is due, and wait for no answer."""

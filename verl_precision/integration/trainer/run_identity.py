@@ -22,7 +22,8 @@ from verl_precision.base import owner
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError, filled
 from verl_precision.base.files import table_of, write_file
 from verl_precision.base.state import read_state
-from verl_precision.integration.trainer.kept_files import metrics_path
+from verl_precision.integration.trainer.checkpoints import RESCUE_FILE
+from verl_precision.integration.trainer.metrics_file import metrics_path
 from verl_precision.integration.trainer.run_settings import (
     RunSettings,
     as_record,
@@ -32,7 +33,6 @@ from verl_precision.integration.trainer.run_settings import (
     settings_of_run,
 )
 from verl_precision.integration.trainer.saving import saves
-from verl_precision.tools.actions.rescue import RESCUE_FILE
 
 RUN_FILE = "run.yaml"
 RUN_NAME_RESOLVER = "${verl_precision.run_name:}"  # as recipes write it

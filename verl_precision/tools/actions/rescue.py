@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -26,17 +26,21 @@ from pydantic.dataclasses import dataclass
 from verl_precision.base.files import write_file
 from verl_precision.base.overrides import quoted
 from verl_precision.base.state import STRICT, read_state
-from verl_precision.integration.trainer.found_checkpoints import is_complete
-from verl_precision.integration.trainer.kept_files import MARK, checkpoints_in
-from verl_precision.mismatch.settings import settings_of
-from verl_precision.tools.actions.actions import Action
+from verl_precision.integration.trainer.checkpoints import MARK, RESCUE_FILE, checkpoints_in, is_complete
+from verl_precision.mismatch.settings import ON_ALARM, settings_of
 
-RESCUE_FILE = "rescue.yaml"
-_ON_ALARM = "mismatch.alarm.on_alarm"
 # What the rescue trains in: `rescue_precision` -> presets.
 PRESETS = {"fp16": {"precision": "fp16"}, "exact": {"arithmetic": "exact"}}
 
 logger = logging.getLogger("verl_precision.mismatch")
+
+
+class Action(NamedTuple):
+    """What an alarm begins."""
+
+    alarm: str  # the first active one that it is for
+    step: int
+    since_step: int  # at which the evidence of its alarm began
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -54,13 +58,13 @@ class Rescue:
 
     def settings(self) -> dict[str, str]:
         """Return the settings, in Hydra's words, that the rescue has and its parent has not."""
-        found = {"trainer.experiment_name": self.name, "trainer.default_local_dir": self.folder, _ON_ALARM: "log"}
+        found = {"trainer.experiment_name": self.name, "trainer.default_local_dir": self.folder, ON_ALARM: "log"}
         if self.checkpoint is None:
             return {**found, "trainer.resume_mode": "auto"}
         return {**found, "trainer.resume_mode": "resume_path", "trainer.resume_from_path": self.checkpoint}
 
 
-def decide(config: DictConfig, action: Action) -> Rescue:
+def decide_rescue(config: DictConfig, action: Action) -> Rescue:
     """Write down that a run is to be rescued; its newest complete checkpoint from before the trouble is kept."""
     folder = Path(config.trainer.default_local_dir).absolute()
     contents = config.actor_rollout_ref.actor.checkpoint.load_contents
@@ -100,7 +104,7 @@ def _checksum(content: dict[str, Any]) -> str:
 
 def of_run(config: DictConfig) -> Rescue | None:
     """Return the rescue with which a run's command goes on; None for a run without one, and for the rescue itself."""
-    if OmegaConf.select(config, _ON_ALARM) != "rescue":
+    if OmegaConf.select(config, ON_ALARM) != "rescue":
         return None
     return _read(Path(config.trainer.default_local_dir).absolute())
 
@@ -112,11 +116,6 @@ def is_rescue(config: DictConfig) -> bool:
     return found is not None and found.folder == str(folder)
 
 
-def goes_on(rescue: Rescue) -> bool:
-    """Return whether the rescue has a checkpoint of its own, from which it goes on."""
-    return bool(checkpoints_in(Path(rescue.folder)))
-
-
 def arguments(given: Sequence[str], rescue: Rescue, chosen: Sequence[str]) -> list[str]:
     """Return the arguments of a driver, changed to those of the rescue.
 
@@ -124,7 +123,7 @@ def arguments(given: Sequence[str], rescue: Rescue, chosen: Sequence[str]) -> li
     was given before is replaced where it stood, since Hydra takes none twice.
     """
     settings = rescue.settings()
-    if goes_on(rescue):
+    if checkpoints_in(Path(rescue.folder)):  # its own
         settings["trainer.resume_mode"] = "auto"
         settings.pop("trainer.resume_from_path", None)
     presets = PRESETS[rescue.precision]
@@ -134,8 +133,12 @@ def arguments(given: Sequence[str], rescue: Rescue, chosen: Sequence[str]) -> li
     return [*left, *(f"{signs.get(key, '++')}{key}={value}" for key, value in new.items())]
 
 
-def become(config: DictConfig, rescue: Rescue, chosen: Sequence[str]) -> NoReturn:
-    """Replace this process, a driver without Ray, by the driver of the rescue."""
+def go_on(config: DictConfig, chosen: Sequence[str]) -> None:
+    """Have a driver whose run was rescued, at its start or its end, become the driver of the rescue."""
+    if (rescue := of_run(config)) is None:
+        return
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
     main = getattr(sys.modules["__main__"], "__spec__", None)
     script = ["-m", main.name] if main is not None else sys.argv[:1]
     words = [sys.executable, *script, *arguments(sys.argv[1:], rescue, chosen)]
