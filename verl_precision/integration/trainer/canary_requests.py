@@ -209,17 +209,11 @@ def _log_probs(workers: Any, tokens: Tensor, rounded_to: str | None) -> Tensor:
     rows = per_rank * workers.world_size
     ids = tokens[torch.arange(rows) % sequences]
     ones = torch.ones(rows, length - 1, dtype=torch.int64)
-    fields = {
-        "input_ids": ids,
-        "prompts": ids[:, :1],
-        "responses": ids[:, 1:],
-        "response_mask": ones,
-        "loss_mask": ones,
-    }
-    fields["position_ids"] = torch.arange(length).expand(rows, length)
+    fields = {"input_ids": ids, "prompts": ids[:, :1], "responses": ids[:, 1:], "response_mask": ones}
+    fields |= {"loss_mask": ones, "position_ids": torch.arange(length).expand(rows, length)}
     jagged = {name: torch.nested.as_nested_tensor(list(field), layout=torch.jagged) for name, field in fields.items()}
     data = tu.get_tensordict(jagged)
-    settings = {"calculate_entropy": False, "compute_loss": False, "use_dynamic_bsz": False}
+    settings: dict[str, Any] = {"calculate_entropy": False, "compute_loss": False, "use_dynamic_bsz": False}
     settings |= {ROUNDED_TO: rounded_to} if rounded_to else {}
     tu.assign_non_tensor(data, temperature=1.0, micro_batch_size_per_gpu=per_rank, **settings)
     log_probs = tu.get(workers.compute_log_prob(data), "log_probs").values().view(rows, length)

@@ -197,7 +197,7 @@ def append(folder: Path, responses: Iterable[KeptResponse]) -> None:
 def _table(responses: Sequence[KeptResponse]) -> pa.Table:
     """Return the responses of a step; all have a shadow and texts, or none has."""
     rows = [{**vars(each), "estimator_settings": json.dumps(dict(each.estimator_settings))} for each in responses]
-    columns = {field.name: [row.get(field.name) for row in rows] for field in _SCHEMA}
+    columns: dict[str, Any] = {field.name: [row.get(field.name) for row in rows] for field in _SCHEMA}
     for name, dtype in ARRAYS.items():
         if all(values is not None for values in columns[name]):
             flat = pa.array(np.concatenate(columns[name]).astype(dtype, copy=False))
