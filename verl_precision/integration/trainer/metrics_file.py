@@ -33,9 +33,14 @@ def remember_row(loggers: Any, step: int, metrics: Mapping[str, Any]) -> None:
     Without a file logger in `loggers`, verl's `Tracking`, nothing happens.
     """
     if file := loggers.logger.get("file"):
-        numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, Real)}
-        data = {key: value if math.isfinite(value) else None for key, value in numbers.items()}  # as verl writes it
+        numbers = numbers_in(metrics).items()
+        data = {key: value if math.isfinite(value) else None for key, value in numbers}  # as verl writes it
         write_file(_pending(file), json.dumps({"step": step, "data": data}) + "\n", replace=True)
+
+
+def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return those of a step's metrics that are numbers."""
+    return {key: float(value) for key, value in metrics.items() if isinstance(value, Real)}
 
 
 def forget_row(loggers: Any) -> None:

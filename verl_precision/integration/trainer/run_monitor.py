@@ -1,8 +1,7 @@
 """The trainer callback that measures the mismatch, judges it, shows it and remembers it (`trainers.py`).
 
 In decoupled mode verl has recomputed the trainer's log-probs already, so that the driver measures without an extra
-forward. In bypass mode there are none before the update: the worker measures in its first one (`measurement.py`), as it
-does wherever a shadow splits the gap.
+forward. In bypass mode, and wherever a shadow splits the gap, the worker measures in an update (`measurement.py`).
 """
 
 import contextlib
@@ -11,7 +10,6 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from verl_precision.integration.engine.measurement import CANDIDATES, MISMATCH, 
 from verl_precision.integration.trainer.batch_fields import fetch, put, real_rows
 from verl_precision.integration.trainer.logger_tables import log_histograms, log_table
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
+from verl_precision.integration.trainer.metrics_file import numbers_in
 from verl_precision.integration.trainer.session_advantages import advantages_by_session
 from verl_precision.losses.clipping import Ratio, clip_range
 from verl_precision.losses.registry import ratio_of
@@ -44,7 +43,6 @@ from verl_precision.mismatch.statistics import MismatchStatistics
 from verl_precision.mismatch.turns import MismatchByTurn
 
 ALARM_FILE, STEP_METRICS = "mismatch_alarm.json", "step_metrics.json"
-ALARM_TABLE = "alarm/raised"
 # Of these metrics that the worker reports about an update of the actor, verl's prefix is taken off.
 METRIC_PREFIXES = ("mismatch/", "phantom/", "precision/", "weight_sync/")
 
@@ -73,7 +71,6 @@ class RunMonitor:
         shadow = OmegaConf.select(actor, "fsdp_config.shadow") or {}
         beta_in_ratio = shadow.get("ratio_source") != "shadow"  # the loss sees the training forward's log-probs
         self.shadowed = not beta_in_ratio or (shadow.get("every_n_steps") or 0) > 0
-        self.longest_response = int(config.actor_rollout_ref.rollout.response_length)
         self.in_worker = bypass or not beta_in_ratio  # the driver never sees the trainer's log-probs
         ratio = ratio_of(actor)
         against_rollout = ratio is not None and (ratio.bypass if bypass else ratio.decoupled) == "rollout"
@@ -84,7 +81,7 @@ class RunMonitor:
             clip=clip_range(ratio, actor) if ratio is not None and against_rollout else None,
             beta_in_ratio=beta_in_ratio,
             ratio_threshold=settings.ratio_threshold,
-            longest_response=self.longest_response,
+            longest_response=int(config.actor_rollout_ref.rollout.response_length),
             keep=settings.keep_tokens,
         )
         self.alarm = MismatchAlarm(settings.alarm, _in_use(config, ratio, correction))
@@ -150,7 +147,7 @@ class RunMonitor:
             keys, tags = real_rows(batch)
             behind = _versions_behind(tags, step)
             threshold = self.settings.ratio_threshold
-            ended = measurement.ended_by_themselves(mask, self.longest_response)
+            ended = measurement.ended_by_themselves(mask, self.request["longest_response"])
             gap = MismatchByVersion.measure(trainer, rollout, mask, advantages, behind, threshold, ended)
             self._add(MISMATCH, gap)
             self._add(TURNS, MismatchByTurn.measure(trainer, rollout, mask, gap.whole))
@@ -221,11 +218,8 @@ class RunMonitor:
         share = current.get("mismatch/equal_fraction", 1.0)
         if share < self._least_equal:
             self._least_equal = 0.0  # said once
-            text = "arithmetic=exact, and only %.2f%% of the log-probs of current responses are equal: one engine "
-            text += (
-                "rounds otherwise. verl-precision explain --recipe, with the run's overrides, names step and operation."
-            )
-            logger.warning(text, 100 * share)
+            text = "arithmetic=exact, and only %.2f%% of current log-probs are equal: one engine rounds otherwise"
+            logger.warning(text + ". verl-precision explain --recipe says at which operation", 100 * share)
 
     def take_candidates(self) -> tuple[Candidates, dict[str, Tensor]]:
         """Return the step's candidates, and the masks of its responses; both begin anew."""
@@ -254,20 +248,18 @@ class RunMonitor:
         with self.guarded():
             if mismatch is not None and self.settings.histograms:
                 log_histograms(tracking, mismatch.histograms(), step)
-            log_table(tracking, ALARM_TABLE, [alarm.row() for alarm in self._raised], step)
+            log_table(tracking, "alarm/raised", [alarm.row() for alarm in self._raised], step)
 
     def save(self, folder: Path, metrics: Mapping[str, Any]) -> None:
         """Write the alarm's memory beside a checkpoint, and the finite numbers of its step, for the model card."""
         state = self.alarm.state_dict() | {name: memory.state() for name, memory in self.memories.items()}
         write_file(folder / ALARM_FILE, json.dumps(state), replace=True)
-        numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, Real)}
-        finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
+        finite = {key: value for key, value in numbers_in(metrics).items() if math.isfinite(value)}
         write_file(folder / STEP_METRICS, json.dumps(finite), replace=True)
 
     def load(self, folder: Path) -> None:
         """Take over the alarm's memory of a checkpoint, if it has one."""
-        remedy = "Restore it; or remove it, to begin with a new baseline."
-        read_state(folder / ALARM_FILE, self._take_over, remedy)
+        read_state(folder / ALARM_FILE, self._take_over, "Restore it; or remove it, to begin with a new baseline.")
 
     def _take_over(self, state: dict[str, Any]) -> None:
         if unknown := state.keys() - self.alarm.state_dict().keys() - {"actions"}:  # of a run that acted
