@@ -217,15 +217,3 @@ def test_an_update_leaves_its_statistics_for_the_end_of_the_step(trainer, monkey
     assert json.loads((tmp_path / "metrics.jsonl.pending").read_text())["data"]["actor/half"] == 0.5
     trainer.monitor.add_metrics(metrics)
     assert metrics["actor/half"] == 0.5
-
-
-def test_separate_async_cannot_run_on_a_cpu(compose_verl):
-    """It wants a checkpoint engine other than `naive`; all of verl's need CUDA or RDMA. So the tests above stand in."""
-    config = compose_verl(
-        "+scale=cpu",
-        *("trainer.v1.trainer_mode=vp_separate_async", "trainer.v1.separate_async.parameter_sync_step=1"),
-        *("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1", f"{LOG_PROBS}=True"),
-        *("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"),
-    )
-    with pytest.raises(AssertionError, match="please use nccl/nixl/mooncake"):
-        TRAINER_REGISTRY["vp_separate_async"](config)

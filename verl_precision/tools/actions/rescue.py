@@ -1,11 +1,9 @@
 """Back to before the trouble, and on in another precision: `mismatch.alarm.on_alarm=rescue`.
 
-The trainer that acts writes `rescue.yaml` into its run's folder, and its run ends with that step. Then the driver
-becomes the driver of the rescue: the same command with other settings (`Rescue.settings`). The rescue is a run with a
-name and a folder of its own, which has the same file and so knows its parent. It goes on from the parent's newest
-checkpoint before the trouble, or from the start where there is none; nothing else of the parent is left in it: it
-computes what that checkpoint gives in that precision. A later start of the parent's command finds the file, and goes on
-with the rescue. Without the file, or with another `on_alarm`, the parent goes on as it was.
+The trainer that acts writes `rescue.yaml` into its run's folder, and its run ends with that step. Then its driver
+becomes that of the rescue (`go_on`): the same command with other settings, in a run of its own with the same file. It
+goes on from the parent's newest checkpoint before the trouble, or from the start where there is none. A later start of
+the parent's command finds the file, and goes on with the rescue; without it, or with another `on_alarm`, as it was.
 """
 
 import json
@@ -74,7 +72,7 @@ def decide_rescue(config: DictConfig, action: Action) -> Rescue:
         write_file(whole[-1] / MARK, f"A rescue goes on from here: {folder.name}-rescue.\n", replace=True)
     rescue = Rescue(
         str(folder),
-        *(action.alarm, action.step, action.since_step),
+        *action,
         checkpoint=str(whole[-1]) if whole else None,
         precision=settings_of(config).alarm.rescue_precision,
         name=f"{config.trainer.experiment_name}-rescue",
@@ -117,10 +115,9 @@ def is_rescue(config: DictConfig) -> bool:
 
 
 def arguments(given: Sequence[str], rescue: Rescue, chosen: Sequence[str]) -> list[str]:
-    """Return the arguments of a driver, changed to those of the rescue.
+    """Return the arguments of a driver, changed to those of the rescue; Hydra takes no setting twice.
 
-    `chosen` are the groups that the parent's config has a choice for: to others a preset is added (`+`). A setting that
-    was given before is replaced where it stood, since Hydra takes none twice.
+    `chosen` are the groups that the parent's config has a choice for: to others a preset is added (`+`).
     """
     settings = rescue.settings()
     if checkpoints_in(Path(rescue.folder)):  # its own
