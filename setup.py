@@ -25,6 +25,7 @@ BASE = [
     # The page of `watch`; vLLM brings both.
     "starlette>=0.40",
     "uvicorn>=0.30",
+    "pyarrow>=19",  # kept tokens of a run, for `watch`, `report` and `explain`; verl brings it too
 ]
 VERL = "verl>=0.9.1,<0.10"  # 0.8 has no plugin group, 0.9.0 lacks what the guard imports; 0.10 is untested
 # antlr4 4.9.3 is the one Hydra has; math-verify alone would bring another, on which Hydra does not import.
@@ -74,6 +75,15 @@ setup(
     entry_points={
         "verl.plugins": ["verl_precision = verl_precision.plugin"],
         "console_scripts": ["verl-precision = verl_precision.cli:app"],
+        # Features of a run by the setting that asks for them: verl_precision/base/extensions.py.
+        "verl_precision.trainer": [
+            "mismatch.keep_tokens = verl_precision.tools.kept_tokens.recorder:TokenRecorder",
+            *(
+                f"mismatch.alarm.on_alarm:{kind} = verl_precision.tools.actions.remedy:Remedy"
+                for kind in ("lower_learning_rate", "mask", "rescue")
+            ),
+        ],
+        "verl_precision.driver": ["mismatch.alarm.on_alarm:rescue = verl_precision.tools.actions.rescue:go_on"],
     },
     classifiers=[
         "Development Status :: 4 - Beta",

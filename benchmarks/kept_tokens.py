@@ -12,7 +12,6 @@ start.
 import argparse
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
@@ -22,17 +21,21 @@ import torch
 from measure import Record, parser, record, report
 from omegaconf import OmegaConf
 
+from verl_precision.integration.trainer.run_monitor import RunMonitor
 from verl_precision.mismatch.candidates import Candidates, lot_of
-from verl_precision.mismatch.settings import MismatchSettings
 from verl_precision.tools.kept_tokens import recorder as token_recorder
 
 STEP_MS, PROMPT = 60_000.0, 1024
 CONFIG = """
 trainer: {logger: [console], default_local_dir: ""}
-algorithm: {rollout_correction: {bypass_mode: true}}
+algorithm: {rollout_correction: {bypass_mode: true}, adv_estimator: rloo}
+critic: {}
+mismatch: {keep_tokens: 0}
 actor_rollout_ref:
-  actor: {policy_loss: {loss_mode: vp_grpo}, clip_ratio: 0.2, clip_ratio_low: 0.2, clip_ratio_high: 0.28}
-  rollout: {prompt_length: 1024, response_length: 0}
+  actor:
+    {strategy: fsdp2, use_kl_loss: false, fsdp_config: {}, policy_loss: {loss_mode: vp_grpo}, clip_ratio: 0.2,
+    clip_ratio_low: 0.2, clip_ratio_high: 0.28}
+  rollout: {name: vllm, dtype: bfloat16, prompt_length: 1024, response_length: 0}
 """
 
 
@@ -81,16 +84,20 @@ def records(arguments: argparse.Namespace) -> Iterator[Record]:
     with TemporaryDirectory() as folder, patch.object(token_recorder, "fetch_rows", fetch_rows):
         config: Any = OmegaConf.create(CONFIG)
         config.trainer.default_local_dir, config.actor_rollout_ref.rollout.response_length = folder, tokens
-        recorder = token_recorder.TokenRecorder(config, MismatchSettings(keep_tokens=keep))
+        config.mismatch.keep_tokens = keep
+        trainer = SimpleNamespace(config=config, tokenizer=tokenizer)
+        trainer.monitor = RunMonitor(trainer)
+        recorder = token_recorder.TokenRecorder(trainer)
 
         def keep_them() -> None:
-            recorder.path.unlink(missing_ok=True)
             lots = [lot_of(1, key) for key in keys]
             pi, mu, mask = (batch[name] for name in ("log_probs", "rollout_log_probs", "response_mask"))
-            recorder.write(meta, 1, Candidates.measure(keep, lots, pi, mu, mask).chosen(), tokenizer)
+            trainer.monitor.candidates = Candidates.measure(keep, lots, pi, mu, mask)
+            recorder.write(meta, 1)
 
         times = [cpu_ms(keep_them) for _ in range(arguments.repeats + 1)][1:]
-        size = Path(recorder.path).stat().st_size / 1e6
+        (file,) = recorder.path.iterdir()
+        size = file.stat().st_size / 1e6
     what = f"{keep} responses of {tokens:,} tokens kept"
     growth, step = "with the tokens of the batch, and of what is kept", [STEP_MS] * len(times)
     yield record(f"{what}, CPU time", "a step of 60 s", "ms", times, step, at_most=0.005, growth=growth)

@@ -14,7 +14,6 @@ from unittest.mock import MagicMock
 import forked
 import psutil
 import pytest
-import ray
 import torch
 import yaml
 from composer import compose_recipe
@@ -30,10 +29,12 @@ from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.check import preflight, probe
 from verl_precision.check.preflight import PreflightCallback, find_problems
 from verl_precision.integration.rollout.weight_socket import VARIABLE
-from verl_precision.integration.trainer.found_checkpoints import TRACKER
-from verl_precision.integration.trainer.saving import ENDED, ENDING, SignalRequests
+from verl_precision.integration.trainer import driver
+from verl_precision.integration.trainer.checkpoints import TRACKER
+from verl_precision.integration.trainer.driver import Driver
+from verl_precision.integration.trainer.saving import ENDING, EXIT_ASKED_TO_END, SignalRequests
 from verl_precision.tools.actions import rescue
-from verl_precision.tools.actions.actions import Action
+from verl_precision.tools.actions.rescue import Action
 
 MODEL, CPUS = "actor_rollout_ref.model.path", "ray_kwargs.ray_init.num_cpus"
 TOKENS = "actor_rollout_ref.rollout.max_num_batched_tokens"
@@ -193,7 +194,7 @@ def test_a_run_hears_signals_and_ends_with_their_exit_code(config, own_folder, m
     (own_folder / ENDING).touch()
     with pytest.raises(SystemExit) as caught:
         callback.on_job_end(config, SimpleNamespace(status=JobStatus.COMPLETED))
-    assert caught.value.code == ENDED
+    assert caught.value.code == EXIT_ASKED_TO_END
 
 
 @pytest.mark.parametrize("at", ["the end of its parent", "a later start of its parent"])
@@ -209,14 +210,14 @@ def test_a_run_that_was_rescued_goes_on_as_its_rescue(root, tmp_path, monkeypatc
     monkeypatch.setattr("ray.shutdown", lambda: ended.append("Ray"))
     monkeypatch.setattr(rescue.os, "execv", lambda program, words: became.append(words))
     OmegaConf.update(config, "mismatch.alarm.on_alarm", "rescue", force_add=True)
-    action = Action("rescue", "k3_growth", 9, 5)
+    action = Action("k3_growth", 9, 5)
     if at == "a later start of its parent":
-        rescue.decide(config, action)
+        rescue.decide_rescue(config, action)
         callback.on_run_start(config)
     else:
         callback.on_run_start(config)
         callback.on_job_start(config)
-        rescue.decide(config, action)
+        rescue.decide_rescue(config, action)
         callback.on_job_end(config, SimpleNamespace(status=JobStatus.COMPLETED))
         assert ended == ["Ray"], "before another one starts"
     (words,) = became
@@ -225,18 +226,19 @@ def test_a_run_that_was_rescued_goes_on_as_its_rescue(root, tmp_path, monkeypatc
 
 def called_by(hook):
     """Return the functions that a hook calls, each as its place and its name there."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(PreflightCallback, hook)))))
-    for call in (node.func for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        place, _, name = ast.unparse(call).rpartition(".")
-        owner = {"": preflight, "rescue": rescue, "ray": ray}.get(place)
-        if owner is not None and name in vars(owner) and not isinstance(getattr(owner, name), type):
-            yield hook, owner, name
+    for code, module in ((getattr(PreflightCallback, hook), preflight), (getattr(Driver, HOOKS[hook]), driver)):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(code))))
+        for call in (node.func for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            name = ast.unparse(call)
+            if name in vars(module) and not isinstance(getattr(module, name), type) and "process" not in name:
+                yield hook, module, name
 
 
 COMPLETED = SimpleNamespace(status=JobStatus.COMPLETED)
-HOOKS = {"on_run_start": "on_run_start", "on_job_start": "on_job_start", "_end_well": "on_job_end"}  # Hydra's names
+HOOKS = {"on_run_start": "name", "on_job_start": "begin", "on_job_end": "end"}  # Hydra's names, and the driver's
 CALLED = [each for hook in HOOKS for each in called_by(hook)]
-CALLED += [("on_job_start", SignalRequests, "listen"), ("_end_well", SignalRequests, "end")]
+CALLED += [("on_job_start", SignalRequests, "listen"), ("on_job_end", SignalRequests, "end")]
+CALLED += [(hook, rescue, name) for hook in ("on_run_start", "on_job_end") for name in ("of_run", "arguments")]
 
 
 def call_as_hydra_does(config, *hooks):
@@ -258,13 +260,13 @@ def rescued(config, own_folder, monkeypatch):
     monkeypatch.setattr(SignalRequests, "listen", lambda self: None)
     monkeypatch.setattr("ray.shutdown", lambda: None)
     OmegaConf.update(config, "mismatch.alarm.on_alarm", "rescue", force_add=True)
-    rescue.decide(config, Action("rescue", "k3_growth", 9, 5))
+    rescue.decide_rescue(config, Action("k3_growth", 9, 5))
     yield config
     owner.release(own_folder)
 
 
 def test_what_the_hooks_call_is_known():
-    assert {name for _, _, name in CALLED} >= {"let_presets_win", "of_run", "become", "claim_folder", "mend_tracker"}
+    assert {name for _, _, name in CALLED} >= {"let_presets_win", "measured_mode", "claim_folder", "mend_tracker"}
 
 
 @pytest.mark.parametrize(("hook", "place", "name"), CALLED, ids=lambda value: getattr(value, "__name__", value))
@@ -274,12 +276,10 @@ def test_whatever_a_hook_calls_may_raise_and_the_start_ends(rescued, capsys, mon
 
     monkeypatch.setattr(place, name, planted)
     if name == "in_our_words":
-        monkeypatch.setattr(
-            preflight, "measured_mode", MagicMock(side_effect=ConfigValueError("for which it is called"))
-        )
+        monkeypatch.setattr(driver, "measured_mode", MagicMock(side_effect=ConfigValueError("for which it is called")))
     before = ["on_run_start", "on_job_start"][: list(HOOKS).index(hook)]
     with pytest.raises(SystemExit) as ended:
-        call_as_hydra_does(rescued, *before, HOOKS[hook])
+        call_as_hydra_does(rescued, *before, hook)
     assert ended.value.code == 1
     said = capsys.readouterr().err
     assert "Traceback" in said and "verl_precision: the preflight: KeyError in planted" in said and "Mend " in said
@@ -295,7 +295,7 @@ def test_errors_of_every_kind_end_it_and_ours_have_no_traceback(rescued, capsys,
     def planted(*arguments, **named):
         raise error
 
-    monkeypatch.setattr(preflight, {"on_run_start": "measured_mode", "on_job_start": "claim_folder"}[hook], planted)
+    monkeypatch.setattr(driver, {"on_run_start": "measured_mode", "on_job_start": "claim_folder"}[hook], planted)
     with pytest.raises(SystemExit):
         call_as_hydra_does(rescued, hook)
     said = capsys.readouterr().err
@@ -355,7 +355,7 @@ import verl.trainer.main_ppo
 from omegaconf import OmegaConf
 from verl.plugin.platform import get_platform
 assert get_platform().device_name == "cuda", "verl's own fall-back, resolved on import"
-from verl_precision.check.preflight import follow_platform
+from verl_precision.integration.trainer.driver import follow_platform
 follow_platform(OmegaConf.create({"trainer": {"device": "cpu"}}))
 assert get_platform().device_name == "cpu" and os.environ["VERL_PLATFORM"] == "cpu"
 """

@@ -13,11 +13,11 @@ SETTINGS = ("precision=bf16", "trainer.save_freq=1", f"trainer.total_training_st
 TROUBLE = """
 import wrapt
 def plant(module):
-    class Actions(module.AlarmActions):
-        def update(self, step, active):
-            return super().update(step, {"low_effective_sample_size": 3} if step >= 3 else {})
-    module.AlarmActions = Actions
-wrapt.register_post_import_hook(plant, 'verl_precision.tools.actions.actions')
+    decide = module.Remedy.decide
+    module.Remedy.decide = lambda self, step, active: decide(
+        self, step, {"low_effective_sample_size": 3} if step >= 3 else {}
+    )
+wrapt.register_post_import_hook(plant, 'verl_precision.tools.actions.remedy')
 """
 
 

@@ -23,9 +23,9 @@ MISMATCHED = (*RATIO_ON_ROLLOUT, "precision=fp32_train_bf16_rollout", f"{SHADOW}
 
 def kept_of(folder: Path) -> dict[int, list[KeptResponse]]:
     """Return the responses that a run has kept, by step."""
-    path = folder / "kept_tokens.bin"
+    path = folder / "kept_tokens"
     kept: dict[int, list[KeptResponse]] = {}
-    for summary in index_of(path)[0]:
+    for summary in index_of(path):
         kept.setdefault(summary.step, []).append(response_at(path, summary.offset))
     return kept
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import monitored
 import numpy as np
 import pytest
 import torch
@@ -35,8 +36,8 @@ from verl_precision.integration.engine.measurement import REQUEST, VERSIONS_BEHI
 from verl_precision.integration.resolvers import run_name
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
 from verl_precision.integration.trainer.session_advantages import advantages_by_session
-from verl_precision.mismatch.settings import AlarmSettings
-from verl_precision.tools.actions.actions import Action, AlarmActions
+from verl_precision.tools.actions.remedy import Remedy
+from verl_precision.tools.actions.rescue import Action
 
 RESPONSES, TOKENS = 16, 32
 CORRECTION = "algorithm.rollout_correction"
@@ -239,18 +240,18 @@ def run(situation: Situation, monkeypatch, folder: Path) -> tuple[dict, set[str]
         OmegaConf.update(config, path, OmegaConf.create(f"value: {value}").value, merge=False, force_add=True)
     assert run_name(config) and not [fault for fault in find_faults(config, Environment()) if fault.severity == "error"]
     trainer, raised, metrics = trainer_of(config, monkeypatch, folder), set(), {}
-    actions, begun = AlarmActions(AlarmSettings(on_alarm="rescue")), []
+    remedy, begun = Remedy(monitored.trainer_of({"mismatch": {"alarm": {"on_alarm": "rescue"}}})), []
     generator = torch.Generator().manual_seed(1)
     correction = OmegaConf.select(config, CORRECTION) or {}
     options = {key: value for key, value in correction.items() if key not in ("bypass_mode", "loss_type")}
     for step in range(1, situation.steps + 1):
-        monitor, trainer.global_steps = trainer._monitor, step
+        monitor, trainer.global_steps = trainer.monitor, step
         aggregator = MetricsAggregator()
         for number in range(situation.sync_step):
             batch, log_probs, shadow = batch_of(situation, step, config, generator)
             monkeypatch.setattr("transfer_queue.kv_batch_get", batch.get)
             monkeypatch.setattr("transfer_queue.kv_batch_put", batch.put)
-            monitor.remember_mask(batch, False)
+            monitor.remember_mask(batch)
             rows = batch.rows
             if situation.sessions:
                 rows["advantages"] = advantages_of(situation.sessions)
@@ -270,7 +271,7 @@ def run(situation: Situation, monkeypatch, folder: Path) -> tuple[dict, set[str]
             trainer._save_checkpoint()
         trainer._compute_metrics(batch, metrics, {}, global_steps=step, epoch=0)
         raised |= set(monitor.alarm.active)
-        begun.append(actions.update(step, monitor.alarm.active_since))
+        begun.append(remedy.decide(step, monitor.alarm.active_since))
         if situation.resumed:
             trainer = trainer_of(config, monkeypatch, folder)
             trainer.global_steps = step

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from composer import CPU_ONLY, PAPER, RECIPES, ROOT, compose_recipe
@@ -21,7 +22,6 @@ from verl_precision.check.probe import probe_environment
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
 from verl_precision.integration.trainer.run_monitor import RunMonitor
-from verl_precision.mismatch.settings import settings_of
 from verl_precision.presets import preset_names
 
 SCRIPTS = sorted(path for path in (ROOT / "recipes").rglob("*") if path.suffix in (".sh", ".sbatch"))
@@ -154,7 +154,7 @@ def test_rollout_correction_can_be_switched_off_as_in_verl():
     config = compose_recipe(SANITY, "estimator=grpo", "algorithm.rollout_correction=null")
     assert config.trainer.experiment_name == "fp16_grpo"
     assert not [fault for fault in find_faults(config, Environment()) if "rollout_correction" in str(fault)]
-    assert not RunMonitor(config, settings_of(config)).request["bypass"]
+    assert not RunMonitor(SimpleNamespace(config=config)).request["bypass"]
 
 
 def test_stand_in_is_in_verls_format_and_fits_the_scale(load_script):

@@ -3,6 +3,7 @@
 The actors stand in for verl's servers, whose contract is `generate`; the real ones are asked in tests/e2e.
 """
 
+import copy
 import functools
 import logging
 import tempfile
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 import torch
+from omegaconf import OmegaConf
 from ray_server import LOG_PROB, Server
 from transformers import AutoTokenizer
 from verl.utils import tensordict_utils as tu
@@ -21,7 +23,6 @@ from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.check.recipe_config import compose_recipe
 from verl_precision.engine.shadow import ROUNDED_TO
 from verl_precision.integration.trainer.canary_requests import TrainerCanary
-from verl_precision.weight_sync.settings import CanarySettings, canary_settings
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes/quickstart/quickstart.yaml"
 
@@ -61,7 +62,13 @@ def _tokenizer():
 @pytest.fixture(scope="module")
 def canary():
     config = compose_recipe(QUICKSTART, ["precision=fp16"])
-    return lambda **settings: TrainerCanary(config, CanarySettings(**settings))
+    return lambda **settings: canary_of(config, **settings)
+
+
+def canary_of(config, **settings) -> TrainerCanary:
+    config = copy.deepcopy(config)
+    OmegaConf.update(config, "weight_sync.canary", settings, merge=False)
+    return TrainerCanary(SimpleNamespace(config=config))
 
 
 def _replica(rank: int, behaviour: str) -> SimpleNamespace:
@@ -95,7 +102,7 @@ def test_replicas_that_serve_an_adapter_continue_the_first_half(off_by):
     overrides = ["precision=fp16", "actor_rollout_ref.model.lora_rank=8", "weight_sync.canary.action=log"]
     config, workers = compose_recipe(QUICKSTART, overrides), Workers(LOG_PROB + off_by, world_size=1)
     replicas = [_replica(rank, "continues") for rank in range(2)]
-    metrics = _one_sync(TrainerCanary(config, canary_settings(config)), replicas, workers)
+    metrics = _one_sync(TrainerCanary(SimpleNamespace(config=config)), replicas, workers)
     assert metrics["weight_sync/canary_gap"] == off_by
     assert workers.rows == 4
 
@@ -112,7 +119,7 @@ def test_the_trainer_scores_with_weights_as_coarse_as_the_rollouts(overrides, dt
     """A trainer whose weights drift from a BF16 rollout by less than it can see is no wrong sync."""
     config, workers = compose_recipe(QUICKSTART, overrides), Workers(world_size=1)
     replicas = [_replica(0, "continues")] if len(overrides) > 1 else healthy[:1]
-    _one_sync(TrainerCanary(config, CanarySettings()), replicas, workers)
+    _one_sync(canary_of(config), replicas, workers)
     assert workers.rounded_to == [dtype]
 
 
@@ -127,7 +134,7 @@ def test_the_bound_is_of_the_coarsest_grid_of_the_rollout(overrides, eps, health
     """Mean |log π| is -LOG_PROB, so the bound is min(16 ε, max(0.15, ε)) · (1 - LOG_PROB)."""
     overrides = [text.replace("rollout.", "actor_rollout_ref.rollout.", 1) for text in overrides]
     config = compose_recipe(QUICKSTART, ["precision=fp16", *overrides])
-    metrics = _one_sync(TrainerCanary(config, CanarySettings()), healthy[:1])
+    metrics = _one_sync(canary_of(config), healthy[:1])
     bound = min(16 * eps, max(0.15, eps)) * (1 - LOG_PROB)
     assert metrics["weight_sync/canary_bound"] == pytest.approx(bound)
 

@@ -5,6 +5,7 @@ A feature is an entry point (setup.py). Its group says where it enters a run, an
 with this value alone.
 
 verl_precision.trainer  classes of trainer callbacks, by the run's config       integration/trainer
+verl_precision.driver   what may take the driver's place, by the run's config   integration/trainer
 verl_precision.engine   steps of an engine's build, by the engine's settings    integration/engine
 """
 
@@ -28,7 +29,7 @@ def features_asked_for(group: str, value_of: Callable[[str], object], promised: 
     """Return the objects of a group whose settings are in use, each once, in the order of their names.
 
     Args:
-        group: `trainer` or `engine`.
+        group: `trainer`, `driver` or `engine`.
         value_of: Returns the value of a setting, None where there is none.
         promised: Names that have to be installed if their setting is in use.
 

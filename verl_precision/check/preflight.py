@@ -4,9 +4,7 @@ Every preset installs `PreflightCallback` into Hydra, which calls it in the driv
 problem ends the process with its message and exit code 1: setting, value got, what is allowed, what to do.
 """
 
-import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from hydra.experimental.callback import Callback
@@ -23,22 +21,18 @@ from verl_precision.check.rules.presets import OF_PRESETS
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.verl_refusals import mistyped
 from verl_precision.check.winning_words import let_presets_win
-from verl_precision.integration.rollout.weight_socket import choose_name
-from verl_precision.integration.trainer.found_checkpoints import mend_tracker
-from verl_precision.integration.trainer.run_identity import claim_folder, name_the_run
-from verl_precision.integration.trainer.saving import SignalRequests, saves
-from verl_precision.integration.trainer.trainers import PREFIX, measured_mode
-from verl_precision.tools.actions import rescue
+from verl_precision.integration.trainer.driver import Driver, follow_platform
 
 # Hydra turns an exception of a callback into a warning, and goes on.
 _ends_the_start = ending_the_process("the preflight")
 
 
 class PreflightCallback(Callback):
-    """Hydra callback that prepares the driver and checks the composed config."""
+    """Hydra callback that checks the composed config, and has the driver act at Hydra's moments."""
 
-    _requests: SignalRequests | None = None
-    _presets: tuple[str, ...] = ()  # the groups that the config has a choice for
+    def __init__(self) -> None:
+        """Begin with a driver that has done nothing yet."""
+        self._driver = Driver()
 
     @_ends_the_start
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -56,19 +50,13 @@ class PreflightCallback(Callback):
                 raise wrong[0]
             for note in fit_to_engine(config):
                 print(f"verl_precision: warning: {note}", file=sys.stderr)
-            measured = measured_mode(config)
-            name_the_run(config)
-            self._presets = tuple(OmegaConf.select(config, "hydra.runtime.choices") or ())
-            if (found := rescue.of_run(config)) is not None:
-                rescue.become(config, found, self._presets)
+            self._driver.name(config)
         except OmegaConfBaseException as error:
             raise in_our_words(error, "the config") from error
-        if measured is not None:
-            config.trainer.v1.trainer_mode = measured
 
     @_ends_the_start
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Follow the config's platform, ask every rule, own the run's folder, name the weight sockets, hear signals.
+        """Follow the config's platform, ask every rule, and begin.
 
         Raises:
             SystemExit: With the messages of all errors.
@@ -77,46 +65,15 @@ class PreflightCallback(Callback):
         if problems := find_problems(config):
             print("\n".join(f"verl_precision: {problem}" for problem in problems), file=sys.stderr)
             raise SystemExit(1)
-        claim_folder(config)
-        mend_tracker(config)
-        choose_name()
-        if str(config.trainer.v1.trainer_mode).startswith(PREFIX):  # the trainers that answer
-            self._requests = SignalRequests(Path(config.trainer.default_local_dir), saves(config))
-            self._requests.listen()
+        self._driver.begin(config)
 
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
-        """End with the exit code of a run that was asked to end, if that is why it has ended; go on with its rescue."""
-        if self._requests is None:
-            return
+        """Leave nothing behind; the error of a job that failed ends the process, whatever is raised here."""
         if job_return.status.name == "COMPLETED":
-            self._end_well(config, self._requests)
-        else:  # the job's own error ends the process, whatever is raised here
-            self._requests.end(completed=False)
-
-    @_ends_the_start
-    def _end_well(self, config: DictConfig, requests: SignalRequests) -> None:
-        requests.end(completed=True)
-        if (found := rescue.of_run(config)) is not None:
-            import ray
-
-            ray.shutdown()
-            rescue.become(config, found, self._presets)
-
-
-def follow_platform(config: DictConfig) -> None:
-    """Make verl's platform in this process the one the config asks for.
-
-    Importing `verl.trainer.main_ppo` resolves verl's platform before any config exists: without accelerator, `nvidia`.
-    """
-    if config.trainer.device != "cpu":
-        return
-    from verl.plugin.platform import get_platform, set_platform
-
-    from verl_precision.integration.cpu.platform import PlatformCPU
-
-    os.environ["VERL_PLATFORM"] = "cpu"
-    if not isinstance(get_platform(), PlatformCPU):
-        set_platform(PlatformCPU())
+            with ending_the_process("the preflight"):
+                self._driver.end(config, completed=True)
+        else:
+            self._driver.end(config, completed=False)
 
 
 def find_problems(config: DictConfig) -> list[str]:

@@ -30,7 +30,7 @@ from verl_precision.check.unknowns import unknown_things
 from verl_precision.check.verl_refusals import misspelt, refusals
 from verl_precision.integration.cpu import kernels
 from verl_precision.integration.ledger import lost_symbols
-from verl_precision.integration.trainer.found_checkpoints import removable_bytes
+from verl_precision.integration.trainer.checkpoints import removable_bytes
 
 
 def probe_environment(

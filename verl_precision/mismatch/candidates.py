@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from verl_precision.tools.kept_tokens.kept_file import REASONS
+REASONS = ("largest weight", "largest gap", "random")
 
 
 def lot_of(step: int, identity: str) -> int:

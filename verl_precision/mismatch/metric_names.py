@@ -43,7 +43,7 @@ BY_VERSION = ("mismatch/tokens", K3_KL, LOG_PROB_GAP)
 
 
 def acting(kind: str) -> str:
-    """Return the name of a metric that is 1 in each step in which a kind of action (`actions.KINDS`) is under way."""
+    """Return the name of a metric that is 1 while a kind of action (`settings.REMEDIES`) is under way."""
     return f"alarm/{kind}"
 
 

@@ -13,6 +13,9 @@ from verl_precision.base.settings import settings
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+ON_ALARM = "mismatch.alarm.on_alarm"
+REMEDIES = ("lower_learning_rate", "mask", "rescue")  # its values with which an alarm acts
+
 
 @settings("mismatch.alarm.{}".format)
 class AlarmSettings:

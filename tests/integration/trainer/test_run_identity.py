@@ -15,7 +15,7 @@ from verl_precision.base import owner
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError
 from verl_precision.check.preflight import PreflightCallback
 from verl_precision.integration.trainer import run_identity
-from verl_precision.integration.trainer.run_settings import RunSettings, as_record, changed_settings
+from verl_precision.integration.trainer.run_settings import RunSettings, changed_settings
 
 SANITY = "recipes/sanity/sanity.yaml"
 DATA = "recipes/data/stand_in.jsonl"
@@ -119,12 +119,12 @@ def test_a_record_that_cannot_be_read_is_refused_by_name(claim, capsys):
 
 
 SETTINGS = {"data.seed": 1, "lr": 1e-6, "off": None, "path": "m"}
-RUN = RunSettings(SETTINGS, frozenset({"lr", "path"}), {"path": "ab"}, "0" * 8)
+RUN = RunSettings(settings=SETTINGS, chosen=["lr", "path"], content={"path": "ab"}, digest="0" * 8)
 CHANGES = (
     *({"version": 2}, {"chosen": None}, {"chosen": ["x"]}, {"content": {"path": 1}}, {"content": {"x": "y"}}),
     *({"digest": "x"}, {"digest": 12345678}, {"settings": {1: 2}}),
 )
-RUBBISH = *FOREIGN.values(), *(yaml.safe_dump(as_record(RUN) | change).encode() for change in CHANGES)
+RUBBISH = *FOREIGN.values(), *(yaml.safe_dump(RUN.as_record() | change).encode() for change in CHANGES)
 
 
 @pytest.mark.parametrize("content", RUBBISH, ids=lambda content: repr(content[:24]))
@@ -136,7 +136,7 @@ def test_rubbish_is_nobodys_record(tmp_path, content):
 
 def test_a_record_cut_short_or_with_another_bit_is_refused_or_keeps_what_was_chosen(tmp_path):
     path = tmp_path / run_identity.RUN_FILE
-    content = yaml.safe_dump(as_record(RUN), sort_keys=False).encode()
+    content = yaml.safe_dump(RUN.as_record(), sort_keys=False).encode()
     path.write_bytes(content)
     assert run_identity.run_in(tmp_path) == RUN
     for damaged in (*cut(content), *flipped(content, bits=2)):

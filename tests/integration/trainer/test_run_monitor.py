@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from monitored import trainer_of
 from omegaconf import OmegaConf
 from rubbish import FOREIGN, cut, flipped
 from tensordict import TensorDict
@@ -29,17 +30,9 @@ from verl_precision.integration.trainer.batch_fields import fetch
 from verl_precision.integration.trainer.run_monitor import ALARM_FILE, STEP_METRICS, RunMonitor
 from verl_precision.losses.clipping import ClipRange
 from verl_precision.mismatch.phantom import PhantomStatistics
-from verl_precision.mismatch.settings import settings_of
 from verl_precision.mismatch.staleness import MismatchByVersion
 from verl_precision.mismatch.statistics import MismatchStatistics
 
-ACTOR = {"strategy": "fsdp2", "use_kl_loss": False, "fsdp_config": {}, "policy_loss": {"loss_mode": "vp_grpo"}}
-CLIP = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": 0.28}
-ROLLOUT = {"name": "vllm", "dtype": "bfloat16", "response_length": 4}
-MINIMAL = {
-    **{"algorithm": {"adv_estimator": "rloo"}, "critic": {}},
-    "actor_rollout_ref": {"actor": {**ACTOR, **CLIP}, "rollout": ROLLOUT},
-}
 BYPASS = {"algorithm": {"rollout_correction": {"bypass_mode": True}}}
 SHADOW = {"actor_rollout_ref": {"actor": {"fsdp_config": {"shadow": {"every_n_steps": 10}}}}}
 SHADOW_RATIO = {"actor_rollout_ref": {"actor": {"fsdp_config": {"shadow": {"ratio_source": "shadow"}}}}}
@@ -52,8 +45,7 @@ def loss(name: str) -> dict:
 
 
 def monitor(*changes: dict) -> RunMonitor:
-    config = OmegaConf.merge(MINIMAL, *changes)
-    return RunMonitor(config, settings_of(config))
+    return trainer_of(*changes).monitor
 
 
 def batch_of(*versions: int, **extra) -> SimpleNamespace:
@@ -109,7 +101,7 @@ def reported_by(judge: RunMonitor) -> dict:
 
 
 def measured_by(judge: RunMonitor, batch, step: int = 1) -> dict:
-    judge.remember_mask(batch, False)
+    judge.remember_mask(batch)
     judge.measure_in_driver(batch, step)
     return reported_by(judge)
 
@@ -154,10 +146,8 @@ def test_against_the_trainers_own_log_probs_rounding_clips_nothing(monkeypatch, 
     assert not [key for key in metrics if key.startswith("phantom/") and ("clip" in key or "fraction" in key)]
 
 
-@pytest.mark.parametrize(("changes", "masked", "measured"), [
-    ((REJECTION,), False, (9, 0.5)), ((REJECTION, SHADOW_RATIO), False, (None, None)), ((), True, (9, 0.5)),
-])  # fmt: skip
-def test_what_rejection_removes_is_counted_and_measured(monkeypatch, changes, masked, measured):
+@pytest.mark.parametrize(("changes", "measured"), [((REJECTION,), (9, 0.5)), ((REJECTION, SHADOW_RATIO), (None, None))])
+def test_what_rejection_removes_is_counted_and_measured(monkeypatch, changes, measured):
     """T2: of two updates' five responses three are gone, of nine tokens seven; the loss sees none of them.
 
     verl writes its rejection into the mask, which then hides the tokens with the gap, the first of each response.
@@ -166,7 +156,7 @@ def test_what_rejection_removes_is_counted_and_measured(monkeypatch, changes, ma
     for masks in (([0, 0], [0, 1], [0, 0, 0]), ([0], [1])):
         whole = [tuple(-1.0 for _ in mask) for mask in masks]
         stored(monkeypatch, *whole)
-        judge.remember_mask(batch := batch_of(*[0] * len(masks)), masked)
+        judge.remember_mask(batch := batch_of(*[0] * len(masks)))
         stored(monkeypatch, *whole, response_mask=[torch.tensor(mask) for mask in masks])
         judge.measure_in_driver(batch, 1)
     metrics = reported_by(judge)
@@ -355,30 +345,30 @@ def test_alarms_are_said_once_counted_and_remembered(caplog, tmp_path):
     assert errors == [] and metrics["timing_s/mismatch"] < 1
     assert metrics["alarm/active_count"] == 2
     assert sum("ALARM repeated_overflow" in record.getMessage() for record in caplog.records) == 1
-    judge.save(str(tmp_path), {"mismatch/k3_kl": 1e-5, "timing_s/step": float("nan"), "text": "no number"})
+    judge.save(tmp_path, {"mismatch/k3_kl": 1e-5, "timing_s/step": float("nan"), "text": "no number"})
     assert json.loads((tmp_path / ALARM_FILE).read_text())
     assert json.loads((tmp_path / STEP_METRICS).read_text()) == {"mismatch/k3_kl": 1e-5}
     resumed = monitor()
-    resumed.load(str(tmp_path))
+    resumed.load(tmp_path)
     assert resumed.alarm.active == judge.alarm.active
-    resumed.load(str(tmp_path / "nothing here"))
+    resumed.load(tmp_path / "nothing here")
 
 
 @pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
 def test_a_memory_that_cannot_be_read_ends_the_start_by_name(tmp_path, content):
     (tmp_path / ALARM_FILE).write_bytes(content)
     with pytest.raises(CheckpointStateError, match=r"mismatch_alarm\.json.* cannot be read .*(remove|Remove) it"):
-        monitor().load(str(tmp_path))
+        monitor().load(tmp_path)
 
 
 def test_a_memory_cut_short_or_with_another_bit_is_refused_or_goes_on(tmp_path):
     judged(judge := monitor())
-    judge.save(str(tmp_path), {})
+    judge.save(tmp_path, {})
     content, resumed = (tmp_path / ALARM_FILE).read_bytes(), monitor()
     for damaged in (*cut(content), *flipped(content, bits=1)):
         (tmp_path / ALARM_FILE).write_bytes(damaged)
         with contextlib.suppress(CheckpointStateError):
-            resumed.load(str(tmp_path))
+            resumed.load(tmp_path)
             judged(resumed)
 
 

@@ -14,11 +14,9 @@ from omegaconf import OmegaConf
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.integration.trainer import run_settings
 from verl_precision.integration.trainer.run_settings import (
-    as_record,
+    RunSettings,
     changed_settings,
     differences,
-    settings_of_record,
-    settings_of_run,
 )
 
 SANITY = "recipes/sanity/sanity.yaml"
@@ -26,7 +24,7 @@ ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", 
 
 
 def run_of(*overrides):
-    return settings_of_run(compose_recipe(SANITY, *overrides))
+    return RunSettings.from_config(compose_recipe(SANITY, *overrides))
 
 
 @functools.cache
@@ -35,7 +33,7 @@ def plain_run():
 
 
 def recorded(run):
-    return settings_of_record(as_record(run))
+    return RunSettings.from_record(run.as_record())
 
 
 NAMES = st.deferred(lambda: st.sampled_from(sorted(plain_run().settings)))
@@ -47,7 +45,7 @@ def test_verls_own_yaml_is_what_hydra_composes():
 
 
 def test_of_verl_alone_nothing_is_chosen_but_what_it_wants_to_be_told():
-    assert settings_of_run(compose_verl(f"{ROLLOUT}.name=vllm")).chosen == {f"{ROLLOUT}.name"}
+    assert RunSettings.from_config(compose_verl(f"{ROLLOUT}.name=vllm")).chosen == [f"{ROLLOUT}.name"]
 
 
 @settings(max_examples=20)
@@ -55,7 +53,7 @@ def test_of_verl_alone_nothing_is_chosen_but_what_it_wants_to_be_told():
 def test_a_setting_that_is_given_the_value_it_has_changes_nothing(name):
     config, before = compose_recipe(SANITY), plain_run()
     OmegaConf.update(config, name, before.settings[name], force_add=True)
-    run = settings_of_run(config)
+    run = RunSettings.from_config(config)
     assert run.digest == before.digest and changed_settings(recorded(before), run) == []
 
 
@@ -68,7 +66,7 @@ def test_only_a_chosen_setting_that_one_version_does_not_know_makes_another_run(
 
     run = plain_run()
     old, new = without(recorded(run), gone), without(run, other)
-    assert {*changed_settings(old, new)} == (gone ^ other) & run.chosen
+    assert {*changed_settings(old, new)} == (gone ^ other) & {*run.chosen}
 
 
 @pytest.mark.parametrize(("setting", "value", "same"), [
@@ -85,7 +83,7 @@ def test_only_a_chosen_setting_that_one_version_does_not_know_makes_another_run(
 def test_a_new_setting_counts_if_it_has_another_value_than_its_default(setting, value, same):
     config = compose_recipe(SANITY)
     OmegaConf.update(config, setting, value, force_add=True)
-    run = settings_of_run(config)
+    run = RunSettings.from_config(config)
     assert changed_settings(recorded(plain_run()), run) == ([] if same else [setting])
     assert (run.digest == plain_run().digest) == same
 
@@ -125,7 +123,7 @@ def test_the_same_content_elsewhere_is_the_same_run(files, tmp_path_factory):
     old, moved = run_in(files), tmp_path_factory.mktemp("elsewhere") / "files"
     shutil.move(files, moved)
     new = run_in(moved)
-    assert new.digest == old.digest and changed_settings(settings_of_record(as_record(old)), new) == []
+    assert new.digest == old.digest and changed_settings(RunSettings.from_record(old.as_record()), new) == []
 
 
 def test_a_model_of_the_hub_and_its_copy_are_one_run_and_a_download_changes_nothing(files, monkeypatch):

@@ -1,6 +1,7 @@
 """A run saves by time and when it is asked to; SIGTERM ends it at the end of a step, with an exit code of its own."""
 
 import signal
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -8,9 +9,9 @@ from omegaconf import OmegaConf
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.integration.trainer.saving import (
     END,
-    ENDED,
+    EXIT_ASKED_TO_END,
     SAVE,
-    SavePlan,
+    Saving,
     SignalRequests,
     checkpoint_settings,
     every_minutes,
@@ -23,7 +24,8 @@ import os
 import ray
 from omegaconf import OmegaConf
 from pathlib import Path
-from verl_precision.integration.trainer.saving import SavePlan, SignalRequests
+from types import SimpleNamespace
+from verl_precision.integration.trainer.saving import Saving, SignalRequests
 
 config = OmegaConf.create(dict(trainer=dict(default_local_dir=str(Path("run").absolute()))))
 requests = SignalRequests(Path("run"), saves={saves})
@@ -32,9 +34,9 @@ ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, obje
 
 @ray.remote
 def train(config, driver):
-    plan = SavePlan(config)
+    saving = Saving(SimpleNamespace(config=config))
     os.kill(driver, {number})
-    while not (plan.due() or plan.asked_to_end()):  # steps
+    while not (saving._is_due(False) or saving._asked_to_end()):  # steps
         pass
 
 ray.get(train.remote(config, os.getpid()))
@@ -50,34 +52,48 @@ def requests(tmp_path) -> SignalRequests:
     return SignalRequests(tmp_path / "run", saves=True)
 
 
-@pytest.fixture
-def plan(tmp_path):
-    """A function that makes the trainer's plan, with a clock of its own."""
-    blocks = {"trainer": {"default_local_dir": str(tmp_path / "run")}}
-    return lambda minutes=0.0, now=lambda: 0.0: SavePlan(
-        OmegaConf.create({**blocks, "checkpoint": {"every_minutes": minutes}}), now
+def saving_in(folder, minutes=0.0, now=lambda: 0.0) -> Saving:
+    """Return the callback of a trainer in its last step but one, with a clock of its own."""
+    config = {"trainer": {"default_local_dir": str(folder)}, "checkpoint": {"every_minutes": minutes}}
+    made = SimpleNamespace(
+        config=OmegaConf.create(config), global_steps=1, total_training_steps=2, timing_raw={}, saved=0
     )
+    made.monitor = SimpleNamespace(measured=dict, save=lambda folder, row: None)
+    made.logger = SimpleNamespace(logger={})
+    saving = Saving(made, now)
+
+    def save() -> None:
+        saving._save_checkpoint(lambda: None)
+        made.saved += 1
+
+    made._save_checkpoint = save
+    return saving
 
 
-def test_a_checkpoint_is_due_when_the_last_one_is_old(plan):
+def saved_at_the_end_of(saving: Saving, step: int) -> bool:
+    before, saving._trainer.global_steps = saving._trainer.saved, step
+    saving.on_step_end(lambda: None)
+    return saving._trainer.saved > before
+
+
+def test_a_checkpoint_is_due_when_the_last_one_is_old(tmp_path):
     clock, answers = [0], []
-    timed = plan(2.0, lambda: clock[0])
-    for clock[0] in (119, 120, 121):
-        answers.append(timed.due())
-    timed.saved()
-    for clock[0] in (240, 241):
-        answers.append(timed.due())
-    assert answers == [False, True, True, False, True]
-    assert timed.due(last_step=True)
-    assert not plan(0.0, lambda: 1e9 + len(answers)).due(last_step=True)
+    timed = saving_in(tmp_path, 2.0, lambda: clock[0])
+    timed._trainer.total_training_steps = 9
+    for step, clock[0] in enumerate((119, 120, 121, 239, 240), start=1):
+        answers.append(saved_at_the_end_of(timed, step))
+    assert answers == [False, True, False, False, True]
+    assert saved_at_the_end_of(timed, 9), "the last step"
+    assert not saved_at_the_end_of(saving_in(tmp_path, 0.0, lambda: 1e9), 2)
 
 
-def test_what_a_signal_asks_for_counts_once(plan, requests):
-    asked = plan()
-    assert not asked.due() and not asked.asked_to_end(), "the folder is not there yet"
-    for number, answer in ((USR1, asked.due), (TERM, asked.asked_to_end)):
-        requests.hear(number)
-        assert [answer(), answer()] == [True, False]
+def test_what_a_signal_asks_for_counts_once(tmp_path, requests):
+    asked = saving_in(requests.folder)
+    assert not saved_at_the_end_of(asked, 0), "the folder is not there yet"
+    requests.on_signal(USR1)
+    assert [saved_at_the_end_of(asked, step) for step in (0, 1)] == [True, False]
+    requests.on_signal(TERM)
+    assert saved_at_the_end_of(asked, -1) and asked._trainer.total_training_steps == -1
 
 
 @pytest.mark.parametrize(("block", "words"), [
@@ -102,7 +118,7 @@ def test_clusters_save_by_the_hour_and_a_tiny_model_by_steps(compose_verl, scale
 
 @pytest.mark.parametrize(("number", "saving", "code", "said"), [
     (USR1, True, 0, "trained\nover []\n"),
-    (TERM, True, ENDED, "trained\n"),
+    (TERM, True, EXIT_ASKED_TO_END, "trained\n"),
     (TERM, False, 1, ""),  # what Ray's `ray.get` makes of any exit code
 ])  # fmt: skip
 def test_the_driver_waits_for_the_trainer_and_says_how_it_ended(run_python, requests, number, saving, code, said):
@@ -114,21 +130,21 @@ def test_the_driver_waits_for_the_trainer_and_says_how_it_ended(run_python, requ
 
 
 def test_a_second_sigterm_ends_at_once(requests):
-    requests.hear(TERM)
+    requests.on_signal(TERM)
     with pytest.raises(SystemExit) as caught:
-        requests.hear(TERM)
-    assert caught.value.code == ENDED == 143
+        requests.on_signal(TERM)
+    assert caught.value.code == EXIT_ASKED_TO_END == 143
 
 
 @pytest.mark.parametrize(("completed", "taken"), [(True, False), (False, True)])
-def test_the_exit_code_is_verls_where_the_last_step_came_first_or_the_run_failed(plan, requests, completed, taken):
-    requests.hear(TERM)
-    assert not taken or plan().asked_to_end()
+def test_the_exit_code_is_verls_where_the_last_step_came_first_or_the_run_failed(requests, completed, taken):
+    requests.on_signal(TERM)
+    assert not taken or saving_in(requests.folder)._asked_to_end()
     requests.end(completed)
     assert not list(requests.folder.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_ends_no_run(requests, caplog):
     requests.folder.write_text("a file")
-    requests.hear(USR1)
+    requests.on_signal(USR1)
     assert "the trainer cannot be asked" in caplog.text

@@ -8,21 +8,20 @@ from unittest.mock import Mock
 import forked
 import pytest
 import torch
+from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl.utils.metric import reduce_metrics
 
+from verl_precision.base import extensions
 from verl_precision.base.errors import ConfigurationError, MismatchAlarmError
 from verl_precision.base.mergeable import Mean
+from verl_precision.integration.trainer.checkpoints import RESCUE_FILE
 from verl_precision.integration.trainer.merged_metrics import MergedMetric
 from verl_precision.integration.trainer.run_monitor import ALARM_FILE, STEP_METRICS
-from verl_precision.integration.trainer.trainers import MODES, measured_mode
-from verl_precision.tools.actions.actions import Action
-from verl_precision.tools.actions.rescue import RESCUE_FILE
+from verl_precision.integration.trainer.trainers import HOOKS, MODES, measured_mode
+from verl_precision.tools.actions.remedy import Remedy
+from verl_precision.tools.actions.rescue import Action
 
-HOOKS = (
-    *("_compute_advantage", "_update_actor", "_compute_metrics", "_save_checkpoint", "_load_checkpoint"),
-    *("on_init_end", "on_sample_end", "on_step_end", "fit"),
-)
 LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
 
 
@@ -33,13 +32,13 @@ def test_they_can_be_imported_before_verls_trainers(tmp_path):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_hook_is_verls_with_the_same_parameters(mode):
+def test_every_hook_is_verls(mode):
     ours, theirs = TRAINER_REGISTRY[f"vp_{mode}"], TRAINER_REGISTRY[mode]
     assert issubclass(ours, theirs) and ours is not theirs
     assert {name for name in vars(ours) if callable(vars(ours)[name])} == {"__init__", *HOOKS}
     for hook in HOOKS:
-        mine, base = (list(inspect.signature(getattr(cls, hook)).parameters) for cls in (ours, theirs))
-        assert mine in (base, ["self", "args", "kwargs"]), hook  # the latter are passed on
+        assert [*inspect.signature(getattr(ours, hook)).parameters] == ["self", "args", "kwargs"], "passed on"
+        assert callable(getattr(theirs, hook))
 
 
 @pytest.fixture
@@ -76,18 +75,49 @@ def test_without_rollout_log_probs_it_is_refused(config):
 
 
 @pytest.fixture
-def trainer(config, monkeypatch, tmp_path):
-    """Our trainer at step 2, without verl's part of what it does."""
-    base, config.trainer.default_local_dir = TRAINER_REGISTRY["sync"], str(tmp_path)
+def base(monkeypatch):
+    """verl's trainer without its part of what it does."""
+    base = TRAINER_REGISTRY["sync"]
     monkeypatch.setattr(base, "__init__", lambda self, config: setattr(self, "config", config))
     monkeypatch.setattr(base, "_compute_metrics", lambda self, *args, **kwargs: None)
     monkeypatch.setattr(base, "_save_checkpoint", lambda self: None)
-    for step in (1, 2):
-        (tmp_path / f"global_step_{step}").mkdir()
+    return base
+
+
+def trainer_of(config, folder):
+    """Our trainer at step 2 of 9."""
+    config.trainer.default_local_dir, config.trainer.v1.trainer_mode = str(folder), "vp_sync"
     trainer = TRAINER_REGISTRY["vp_sync"](config)
-    trainer.global_steps, trainer.local_trigger_step = 2, 0
+    trainer.global_steps, trainer.local_trigger_step, trainer.total_training_steps = 2, 0, 9
     trainer.logger, trainer.tokenizer = SimpleNamespace(log=lambda data, step: None, logger={}), None
     return trainer
+
+
+@pytest.fixture
+def trainer(config, base, tmp_path):
+    for step in (1, 2):
+        (tmp_path / f"global_step_{step}").mkdir()
+    return trainer_of(config, tmp_path)
+
+
+def test_callbacks_go_around_verls_method_in_their_order(trainer, base, monkeypatch):
+    """The first is the outermost. What a callback hands on is what the next one gets, and its answer is theirs."""
+
+    def around(name):
+        return lambda proceed, manager: f"{name}({proceed(manager + name)})"
+
+    monkeypatch.setattr(base, "fit", lambda self, manager: manager)
+    trainer.callbacks = [SimpleNamespace(fit=around("a")), SimpleNamespace(), SimpleNamespace(fit=around("b"))]
+    assert trainer.fit("verl ") == "a(b(verl ab))"
+
+
+def test_a_callback_that_is_promised_and_not_installed_is_refused(config, monkeypatch):
+    monkeypatch.setattr(extensions.metadata, "entry_points", lambda group: [])
+    OmegaConf.update(config, "mismatch.keep_tokens", 4)
+    with pytest.raises(ConfigurationError, match="mismatch.keep_tokens=4: .*not installed"):
+        measured_mode(config)
+    config.mismatch.keep_tokens = 0
+    assert measured_mode(config) == "vp_sync"
 
 
 def test_an_alarm_that_stops_the_run_saves_while_the_rollout_sleeps(trainer, monkeypatch, tmp_path):
@@ -98,8 +128,8 @@ def test_an_alarm_that_stops_the_run_saves_while_the_rollout_sleeps(trainer, mon
     done = []
     monkeypatch.setattr(TRAINER_REGISTRY["sync"], "_save_checkpoint", lambda self: done.append("saved"))
     trainer.checkpoint_manager = SimpleNamespace(sleep_replicas=lambda: done.append("asleep"))
-    trainer._monitor = Mock(first_alarm_step=2, measured=dict, acting=Mock(begun=None))
-    trainer._monitor.judge.return_value = MismatchAlarmError("k3 grows")
+    trainer.monitor.first_alarm_step = 2
+    monkeypatch.setattr(trainer.monitor, "judge", Mock(return_value=MismatchAlarmError("k3 grows")))
     with pytest.raises(MismatchAlarmError):
         trainer._compute_metrics(None, {}, {}, global_steps=2, epoch=0)
     assert done == ["asleep", "saved"]
@@ -109,14 +139,16 @@ def test_an_alarm_that_stops_the_run_saves_while_the_rollout_sleeps(trainer, mon
     assert (tmp_path / "global_step_1" / "KEEP").is_file()
 
 
-def test_an_alarm_that_rescues_ends_the_run_with_that_step(trainer, tmp_path):
-    trainer._monitor = Mock(
-        first_alarm_step=None, measured=dict, acting=Mock(begun=Action("rescue", "k3_growth", 2, 2))
-    )
-    trainer._monitor.judge.return_value = None
-    trainer.total_training_steps = 9
-    trainer._compute_metrics(None, {}, {}, global_steps=2, epoch=0)
-    assert trainer.total_training_steps == 2 and (tmp_path / RESCUE_FILE).is_file()
+def test_an_alarm_that_rescues_ends_the_run_with_that_step(config, base, tmp_path, monkeypatch):
+    OmegaConf.update(config, "mismatch.alarm.on_alarm", "rescue", force_add=True)
+    trainer = trainer_of(config, tmp_path)
+    (remedy,) = [callback for callback in trainer.callbacks if isinstance(callback, Remedy)]
+    monkeypatch.setattr(remedy, "decide", lambda step, active: Action("k3_growth", step, 2))
+    trainer._compute_metrics(None, metrics := {}, {}, global_steps=2, epoch=0)
+    assert trainer.total_training_steps == 2 and (tmp_path / RESCUE_FILE).is_file() and metrics["alarm/rescue"] == 0
+    config.mismatch.alarm.on_alarm, config.trainer.default_local_dir = "log", f"{tmp_path}-rescue"
+    trainer_of(config, f"{tmp_path}-rescue")._compute_metrics(None, metrics, {}, global_steps=2, epoch=0)
+    assert metrics["alarm/rescue"] == 1, "in the run that it began"
 
 
 def test_the_alarm_of_a_step_is_in_the_checkpoint_of_that_step(trainer, tmp_path):
@@ -142,9 +174,8 @@ def test_at_the_end_of_a_step_it_saves_and_ends_as_asked(
     """Before verl's own end of the step, which wakes the rollout; verl's loop ends after the step it counts as last."""
     base, done = TRAINER_REGISTRY["sync"], []
     monkeypatch.setattr(base, "on_step_end", lambda self: done.append("verl"))
-    trainer._canary = SimpleNamespace(ask=lambda replicas, tokenizer: None)
-    trainer.checkpoint_manager, trainer.tokenizer = SimpleNamespace(replicas=[]), None
-    trainer.global_steps, trainer.total_training_steps, trainer.timing_raw = step, 9, {}
+    del trainer.callbacks[-1]  # the canary
+    trainer.global_steps, trainer.timing_raw = step, {}
     for request in asked:
         (tmp_path / request).touch()
     if saved_by_verl:
@@ -184,17 +215,5 @@ def test_an_update_leaves_its_statistics_for_the_end_of_the_step(trainer, monkey
     trainer.logger.logger["file"] = SimpleNamespace(filepath=str(tmp_path / "metrics.jsonl"))
     trainer._save_checkpoint()
     assert json.loads((tmp_path / "metrics.jsonl.pending").read_text())["data"]["actor/half"] == 0.5
-    trainer._monitor.add_metrics(metrics)
+    trainer.monitor.add_metrics(metrics)
     assert metrics["actor/half"] == 0.5
-
-
-def test_separate_async_cannot_run_on_a_cpu(compose_verl):
-    """It wants a checkpoint engine other than `naive`; all of verl's need CUDA or RDMA. So the tests above stand in."""
-    config = compose_verl(
-        "+scale=cpu",
-        *("trainer.v1.trainer_mode=vp_separate_async", "trainer.v1.separate_async.parameter_sync_step=1"),
-        *("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1", f"{LOG_PROBS}=True"),
-        *("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"),
-    )
-    with pytest.raises(AssertionError, match="please use nccl/nixl/mooncake"):
-        TRAINER_REGISTRY["vp_separate_async"](config)

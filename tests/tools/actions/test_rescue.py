@@ -11,11 +11,11 @@ from omegaconf import OmegaConf
 from rubbish import FOREIGN, cut, flipped
 
 from verl_precision.base.errors import CheckpointStateError
+from verl_precision.integration.trainer.checkpoints import RESCUE_FILE
 from verl_precision.tools.actions import rescue
-from verl_precision.tools.actions.actions import Action
-from verl_precision.tools.actions.rescue import RESCUE_FILE, Rescue
+from verl_precision.tools.actions.rescue import Action, Rescue
 
-ACTION = Action("rescue", "low_effective_sample_size", 12, 6)
+ACTION = Action("low_effective_sample_size", 12, 6)
 GIVEN = ["--config-name", "collapse", "precision=bf16", "logit_size=100", "+mismatch.alarm.on_alarm=rescue"]
 
 
@@ -39,7 +39,7 @@ def checkpoint(folder: Path, step: int, whole: bool = True) -> Path:
 def test_it_goes_on_from_the_newest_whole_checkpoint_before_the_trouble(tmp_path):
     run = tmp_path / "bf16"
     paths = {step: checkpoint(run, step, whole=step != 5) for step in (3, 4, 5, 6, 9)}
-    found = rescue.decide(config(run), ACTION)
+    found = rescue.decide_rescue(config(run), ACTION)
     assert found.checkpoint == str(paths[4]) and (paths[4] / "KEEP").is_file(), "5 is half, 6 is of the trouble"
     assert found.folder == f"{run}-rescue" and found.name == "bf16-rescue"
     assert rescue.of_run(config(run)) == found and (Path(found.folder) / RESCUE_FILE).is_file()
@@ -47,21 +47,21 @@ def test_it_goes_on_from_the_newest_whole_checkpoint_before_the_trouble(tmp_path
 
 def test_without_one_it_goes_on_from_the_start(tmp_path):
     checkpoint(tmp_path / "bf16", 8)
-    found = rescue.decide(config(tmp_path / "bf16"), ACTION)
+    found = rescue.decide_rescue(config(tmp_path / "bf16"), ACTION)
     assert found.checkpoint is None and found.settings()["trainer.resume_mode"] == "auto"
 
 
 def test_only_the_command_of_the_parent_goes_on_with_it(tmp_path):
     run = tmp_path / "bf16"
     assert rescue.of_run(config(run)) is None
-    rescue.decide(config(run), ACTION)
+    rescue.decide_rescue(config(run), ACTION)
     assert rescue.of_run(config(run, on_alarm="log")) is None, "the rescue itself, or who wants the parent back"
 
 
 @pytest.fixture
 def decided(tmp_path) -> Rescue:
     checkpoint(tmp_path / "bf16", 4)
-    return rescue.decide(config(tmp_path / "bf16"), ACTION)
+    return rescue.decide_rescue(config(tmp_path / "bf16"), ACTION)
 
 
 def read(words: Sequence[str]) -> dict[str, object]:
@@ -130,6 +130,6 @@ def test_a_file_written_by_hand_needs_no_checksum(tmp_path):
 )
 def test_it_goes_where_it_belongs_whatever_the_folder_is_called(tmp_path, name):
     checkpoint(tmp_path / name, 4)
-    values = read(rescue.arguments([], rescue.decide(config(tmp_path / name), ACTION), chosen=[]))
+    values = read(rescue.arguments([], rescue.decide_rescue(config(tmp_path / name), ACTION), chosen=[]))
     assert values["trainer.default_local_dir"] == f"{tmp_path / name}-rescue"
     assert values["trainer.resume_from_path"] == str(tmp_path / name / "global_step_4")

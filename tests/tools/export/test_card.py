@@ -10,7 +10,7 @@ from rubbish import FOREIGN
 from verl_precision.base.errors import CheckpointStateError
 from verl_precision.integration.trainer.run_identity import RUN_FILE
 from verl_precision.integration.trainer.run_monitor import STEP_METRICS
-from verl_precision.integration.trainer.run_settings import as_record, settings_of_run
+from verl_precision.integration.trainer.run_settings import RunSettings
 from verl_precision.tools.export.card import model_card
 
 
@@ -31,7 +31,7 @@ def test_it_has_dtypes_k3_versions_command_and_the_settings_that_were_chosen(che
     config = compose_recipe(
         "recipes/quickstart/quickstart.yaml", "precision=fp16", f"data.train_files={tmp_path}/q.jsonl"
     )
-    (checkpoint.parent / RUN_FILE).write_text(yaml.safe_dump(as_record(settings_of_run(config))))
+    (checkpoint.parent / RUN_FILE).write_text(yaml.safe_dump(RunSettings.from_config(config).as_record()))
     (checkpoint / STEP_METRICS).write_text(json.dumps({"mismatch/k3_kl": 2.345e-5, "critic/score/mean": 0.5}))
     front, text = parts(model_card(checkpoint, "fp16", "every weight fits FP16"))
     assert front["library_name"] == "transformers" and "base_model" not in front, "a folder has no name on the hub"
@@ -48,7 +48,7 @@ def test_it_has_dtypes_k3_versions_command_and_the_settings_that_were_chosen(che
 
 def test_a_model_of_the_hub_is_named(checkpoint):
     config = compose_recipe("recipes/moe/moe.yaml")
-    record = as_record(settings_of_run(config))
+    record = RunSettings.from_config(config).as_record()
     (checkpoint.parent / RUN_FILE).write_text(yaml.safe_dump(record))
     name = record["settings"]["actor_rollout_ref.model.path"]
     assert parts(model_card(checkpoint, "bf16", ""))[0]["base_model"] == name and name.count("/") == 1

@@ -14,12 +14,12 @@ from verl.utils import tensordict_utils as tu
 from verl_precision.integration.engine import measurement
 from verl_precision.integration.engine.measurement import CANDIDATES, LOTS, REQUEST
 from verl_precision.integration.trainer.run_monitor import RunMonitor
+from verl_precision.integration.trainer.trainers import callbacks_asked_for
 from verl_precision.losses.clipping import ClipRange
-from verl_precision.mismatch.settings import settings_of
 from verl_precision.presets import preset_names
 from verl_precision.tools.kept_tokens.decisions import OTHERS
 from verl_precision.tools.kept_tokens.kept_file import DECISIONS, index_of, response_at
-from verl_precision.tools.kept_tokens.recorder import estimator_of
+from verl_precision.tools.kept_tokens.recorder import TokenRecorder, estimator_of
 
 CONFIG = {
     "trainer": {"project_name": "project", "experiment_name": "run", "default_local_dir": "?", "logger": ["file"]},
@@ -73,11 +73,16 @@ def queue(monkeypatch, tmp_path):
     return queue
 
 
-def monitor(tmp_path, *changes) -> RunMonitor:
+def recorder(tmp_path, *changes, step=0) -> TokenRecorder:
+    """The recorder of a run that begins after a step."""
     config = OmegaConf.merge(CONFIG, {"trainer": {"default_local_dir": str(tmp_path)}}, *changes)
-    judge = RunMonitor(config, settings_of(config))
-    judge.recorder.begin(0)
-    return judge
+    logger = SimpleNamespace(logger={})
+    trainer = SimpleNamespace(config=config, global_steps=step, tokenizer=Tokenizer(), logger=logger)
+    trainer.monitor = RunMonitor(trainer)
+    (callback,) = callbacks_asked_for(config)
+    made = callback(trainer)
+    made.fit(lambda: None)
+    return made
 
 
 def batch_of(versions=(0, 0, 0)) -> SimpleNamespace:
@@ -94,17 +99,15 @@ class Tokenizer:
         return "".join(chr(97 + token) for token in ids)
 
 
-def kept_by(judge: RunMonitor, batch, step=1) -> dict:
-    judge.keep_tokens(batch, step, Tokenizer())
-    found = [response_at(judge.recorder.path, one.offset) for one in index_of(judge.recorder.path)[0]]
-    return {one.identity: one for one in found if one.step == step}
+def kept_by(made: TokenRecorder, batch, step=1) -> dict:
+    made._compute_metrics(lambda *args, **more: None, batch, {}, global_steps=step)
+    return {one.identity: response_at(made.path, one.offset) for one in index_of(made.path) if one.step == step}
 
 
-def in_driver(judge: RunMonitor, batch, step=1) -> dict:
-    judge.remember_mask(batch, False)
-    judge.measure_in_driver(batch, step)
-    assert judge.measured()["mismatch/failed_measurements"] == 0
-    return kept_by(judge, batch, step)
+def in_driver(made: TokenRecorder, batch, step=1) -> dict:
+    made._trainer.monitor.measure_in_driver(batch, step)
+    assert made._trainer.monitor.measured()["mismatch/failed_measurements"] == 0
+    return kept_by(made, batch, step)
 
 
 def words(response) -> list[str]:
@@ -112,9 +115,9 @@ def words(response) -> list[str]:
 
 
 def test_in_the_usual_mode(queue, tmp_path):
-    judge = monitor(tmp_path)
-    found = in_driver(judge, batch_of())
-    assert judge.recorder.path == tmp_path / "kept_tokens.bin" and set(found) == {"u_0_0", "u_1_0", "u_2_0"}
+    made = recorder(tmp_path)
+    found = in_driver(made, batch_of())
+    assert made.path == tmp_path / "kept_tokens" and set(found) == {"u_0_0", "u_1_0", "u_2_0"}
     one = found["u_1_0"]
     assert one.token_ids.tolist() == [3, 4, 5, 6] and one.texts == ["d", "e", "f", "g"] and one.prompt_text == "bc"
     assert one.prompt_ids.tolist() == [1, 2] and (one.reward, one.version, one.behind) == (1.0, 0, 0)
@@ -127,26 +130,27 @@ def test_in_the_usual_mode(queue, tmp_path):
     assert one.damage == pytest.approx(math.expm1(0.1) - math.expm1(-0.1), rel=1e-5), "the mismatch alone"
     assert found["u_0_0"].reason == "largest weight" and one.reason == "largest gap" and found["u_2_0"].lost == 0
     assert math.isnan(found["u_2_0"].weights[0]), "no advantage, no weight"
-    assert judge.measured()["mismatch/turn_2/tokens"] == 1 and judge.measured()["mismatch/turn_1/tokens"] == 4
 
 
 def test_the_loggers_get_a_table_of_them_once_without_their_texts(queue, tmp_path):
-    judge, shown = monitor(tmp_path), []
+    made, shown = recorder(tmp_path), []
     wandb = SimpleNamespace(Table=lambda columns, data, allow_mixed_types: (columns, data), Histogram=dict)
     wandb.log = lambda data, step: shown.extend((name, step, table) for name, table in data.items())
-    in_driver(judge, batch_of(), 7)
-    for step in (7, 8):
-        judge.show(SimpleNamespace(logger={"wandb": wandb}), step)
-    ((_, step, (columns, rows)),) = [each for each in shown if each[0] == "mismatch/kept_responses"]
-    assert step == 7 and columns[:3] == ["step", "identity", "reason"] and {*columns} >= {"damage", "reward", "lost"}
-    assert [row[1] for row in rows] == [each.identity for each in index_of(judge.recorder.path)[0]]
+    made._trainer.logger.logger["wandb"] = wandb
+    in_driver(made, batch_of(), 7)
+    kept_by(made, batch_of(), 8)
+    ((name, step, (columns, rows)),) = shown
+    assert name == "mismatch/kept_responses" and step == 7
+    assert columns[:3] == ["step", "identity", "reason"] and {*columns} >= {"damage", "reward", "lost"}
+    assert [row[1] for row in rows] == [each.identity for each in index_of(made.path)]
     assert all(type(value) in (int, float, str) for row in rows for value in row) and "bc" not in str(rows)
 
 
 def test_in_bypass_mode_the_worker_hands_them_over(queue, tmp_path):
     """Two micro-batches, whose log-probs are shifted by one, of prompts and responses."""
-    judge, batch = monitor(tmp_path, BYPASS, {"mismatch": {"keep_text": False}}), batch_of()
-    judge.ask_the_worker(batch, 1, 0)
+    made, batch = recorder(tmp_path, BYPASS, {"mismatch": {"keep_text": False}}), batch_of()
+    monitor = made._trainer.monitor
+    monitor.ask_the_worker(batch, 1, 0)
     assert queue[LOTS][-1].item() == -1, "padding"
     updates = []
     for rows in ([0, 1], [2]):
@@ -158,9 +162,8 @@ def test_in_bypass_mode_the_worker_hands_them_over(queue, tmp_path):
         output = {"log_probs": torch.nested.as_nested_tensor(whole, layout=torch.jagged)}
         updates.append(measurement.measure(batch.extra_info[REQUEST], output, data))
     for update in updates:
-        judge.take_from_the_worker({f"actor/{key}": value.aggregate() for key, value in update.items()})
-    assert judge.measured()["mismatch/turns_max"] == 2
-    found = kept_by(judge, batch)
+        monitor.take_from_the_worker({f"actor/{key}": value.aggregate() for key, value in update.items()})
+    found = kept_by(made, batch)
     assert set(found) == {"u_0_0", "u_1_0", "u_2_0"} and found["u_0_0"].texts is None
     assert words(found["u_0_0"]) == ["phantom-clipped", "kept"], "ln 1.28 is 0.247; the weights are the same"
     assert (found["u_0_0"].lost, found["u_0_0"].damage) == (1, pytest.approx(1 + math.expm1(0.3), rel=1e-5))
@@ -169,77 +172,65 @@ def test_in_bypass_mode_the_worker_hands_them_over(queue, tmp_path):
     assert found["u_0_0"].estimator == "grpo, bypass mode"
 
 
-def test_a_response_of_older_weights_is_clipped_for_whatever_reason(queue, tmp_path):
-    judge = monitor(tmp_path)
-    found = in_driver(judge, batch_of((4, 3, 2)), step=5)
+def test_a_response_says_how_old_its_weights_are(queue, tmp_path):
+    found = in_driver(recorder(tmp_path), batch_of((4, 3, 2)), step=5)
     assert [found[f"u_{row}_0"].behind for row in range(3)] == [0, 1, 2]
     assert [found[f"u_{row}_0"].version for row in range(3)] == [4, 3, 2]
 
 
 def test_what_verl_rejects_and_weighs_is_seen(queue, tmp_path):
     correction = {"rollout_rs": "token_k2", "rollout_is": "vp_token_tis", "rollout_is_threshold": 1.2}
-    judge, batch = monitor(tmp_path, {"algorithm": {"rollout_correction": correction}}), batch_of()
-    judge.remember_mask(batch, False)
+    made, batch = recorder(tmp_path, {"algorithm": {"rollout_correction": correction}}), batch_of()
+    made._trainer.monitor.remember_mask(batch)
     queue["response_mask"] = [torch.tensor([1, 0]), *queue["response_mask"][1:]]
     ratios = [(pi - mu).exp() for pi, mu in zip(queue["old_log_probs"], queue["rollout_log_probs"], strict=True)]
     queue["rollout_is_weights"] = [ratio.clamp(max=1.2) for ratio in ratios]
-    judge.measure_in_driver(batch, 1)
-    found = kept_by(judge, batch)
+    found = in_driver(made, batch)
     assert words(found["u_0_0"]) == ["truncated", "masked"] and found["u_0_0"].mask.tolist() == [1, 1]
     assert found["u_0_0"].weights.tolist() == pytest.approx([1.2, 0.0]) and found["u_0_0"].lost == 1
     assert found["u_0_0"].estimator == "grpo with token_tis"
 
 
 def test_a_step_has_its_share_whatever_its_updates(queue, tmp_path):
-    judge, batch = monitor(tmp_path, {"mismatch": {"keep_tokens": 2}}), batch_of()
+    made, batch = recorder(tmp_path, {"mismatch": {"keep_tokens": 2}}), batch_of()
     for row in (0, 1, 2):
         one = SimpleNamespace(keys=[batch.keys[row]], tags=[batch.tags[row]], partition_id="train", extra_info={})
-        judge.measure_in_driver(one, 1)
-    assert set(kept_by(judge, batch)) == {"u_0_0", "u_1_0"}
-    assert kept_by(judge, batch, 2) == {}, "what was written is not written again"
+        made._trainer.monitor.measure_in_driver(one, 1)
+    assert set(kept_by(made, batch)) == {"u_0_0", "u_1_0"}
+    assert kept_by(made, batch, 2) == {}, "what was written is not written again"
 
 
-def test_a_resume_goes_on_in_the_file_and_the_size_is_said(queue, tmp_path, caplog):
-    judge = monitor(tmp_path)
+def test_a_resume_goes_on_in_the_folder_and_the_size_is_said(queue, tmp_path, caplog):
+    made = recorder(tmp_path)
     for step in (1, 2, 3):
-        in_driver(judge, batch_of((step - 1,) * 3), step)
-    size = judge.recorder.path.stat().st_size
-    resumed = monitor_at(tmp_path, 2)
-    assert [one.step for one in index_of(resumed.recorder.path)[0]] == [1] * 3 + [2] * 3
+        in_driver(made, batch_of((step - 1,) * 3), step)
+    resumed = recorder(tmp_path, step=2)
+    assert [one.step for one in index_of(resumed.path)] == [1] * 3 + [2] * 3
     assert in_driver(resumed, batch_of((2, 2, 2)), 3).keys() == {"u_0_0", "u_1_0", "u_2_0"}
-    assert resumed.recorder.path.stat().st_size == size
-    assert 3 * judge.recorder.most >= size
-    assert f"at most {judge.recorder.most / 1e6:.2f} MB a step in {judge.recorder.path}" in caplog.text
+    assert all(file.stat().st_size <= made.most for file in made.path.iterdir())
+    assert f"at most {made.most / 1e6:.2f} MB a step in {made.path}" in caplog.text
 
 
-def monitor_at(tmp_path, step) -> RunMonitor:
-    config = OmegaConf.merge(CONFIG, {"trainer": {"default_local_dir": str(tmp_path)}})
-    judge = RunMonitor(config, settings_of(config))
-    judge.recorder.begin(step)
-    return judge
-
-
-def test_a_disk_that_is_full_costs_the_tokens_and_not_the_run(queue, tmp_path, monkeypatch):
-    judge, batch = monitor(tmp_path), batch_of()
-    judge.measure_in_driver(batch, 1)
-    judge.recorder.path = tmp_path / "absent" / "kept_tokens.bin"
-    judge.keep_tokens(batch, 1, Tokenizer())
-    assert judge.measured()["mismatch/failed_measurements"] == 1
+def test_a_disk_that_is_full_costs_the_tokens_and_not_the_run(queue, tmp_path):
+    made, batch = recorder(tmp_path), batch_of()
+    made._trainer.monitor.measure_in_driver(batch, 1)
+    made.path = tmp_path / "file" / "kept_tokens"
+    (tmp_path / "file").touch()
+    made._compute_metrics(lambda *args, **more: None, batch, {}, global_steps=1)
+    assert made._trainer.monitor.measured()["mismatch/failed_measurements"] == 1
 
 
 def test_without_the_setting_nothing_is_asked_or_written(queue, tmp_path):
     config = OmegaConf.merge(CONFIG, BYPASS, {"mismatch": {"keep_tokens": 0}})
-    judge, batch = RunMonitor(config, settings_of(config)), batch_of()
-    judge.ask_the_worker(batch, 1, 0)
-    assert judge.recorder is None and LOTS not in queue and batch.extra_info[REQUEST]["keep"] == 0
+    batch = batch_of()
+    RunMonitor(SimpleNamespace(config=config)).ask_the_worker(batch, 1, 0)
+    assert callbacks_asked_for(config) == [] and LOTS not in queue and batch.extra_info[REQUEST]["keep"] == 0
     assert CANDIDATES not in measurement.measure(batch.extra_info[REQUEST], {"log_probs": torch.zeros(1)}, {})
-    judge.keep_tokens(batch, 1, Tokenizer())
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_a_metrics_file_it_stands_among_the_checkpoints(queue, tmp_path):
-    judge = monitor(tmp_path, {"trainer": {"logger": ["console"], "default_local_dir": str(tmp_path / "run")}})
-    assert judge.recorder.path == tmp_path / "run" / "kept_tokens.bin"
+    made = recorder(tmp_path, {"trainer": {"logger": ["console"], "default_local_dir": str(tmp_path / "run")}})
+    assert made.path == tmp_path / "run" / "kept_tokens"
 
 
 @pytest.mark.parametrize("preset", preset_names("estimator"))

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from starlette.testclient import TestClient
 
-from verl_precision.tools.kept_tokens.kept_file import FILE
+from verl_precision.tools.kept_tokens.kept_file import FOLDER
 from verl_precision.tools.runs.live import Live
 from verl_precision.tools.runs.read import REWARD, read_runs, sources_in
 from verl_precision.tools.runs.server import application, hosts_of
@@ -148,6 +148,7 @@ def run_of(recipe, choices=("1x8_h100", "grpo"), schema="file", place: object = 
     return {"hydra": {"job": {"config_name": recipe}, "runtime": runtime}}
 
 
+KEPT = f"{FOLDER}/step_1.parquet"
 CURVE = b"precision,estimator,step,reward\n"
 # Beside healthy metrics: what is written, and the name of the file that is said; none where nothing is amiss.
 BESIDE = {
@@ -199,18 +200,13 @@ BESIDE = {
     "log of no steps": ({"a.log": b"Training Progress:  0%|  | 0/0"}, None),
     "log of bytes": ({"a.log": bytes(range(256)) * 50}, None),
     **{
-        f"kept tokens {name}": ({FILE: data}, FILE)
+        f"kept tokens {name}": ({KEPT: data}, "step_1.parquet")
         for name, data in {
             "empty": b"",
             "of zeros": b"\0" * 2000,
             "rubbish": bytes(range(256)) * 4,
-            "with a header of no JSON": b"VPTOKENS\4\0\0\0xxxx",
-            "with a list as header": b"VPTOKENS\3\0\0\0[1]",
-            "without a version": b"VPTOKENS\2\0\0\0{}",
-            "not in UTF-8": b"VPTOKENS\2\0\0\0\xff\xff",
-            "of a later version": b'VPTOKENS\x12\0\0\0{"version": 77   }',
-            "with a header without end": b"VPTOKENS\xff\xff\xff\xff" + b"{" * 100,
-            "with a version of many digits": b"VPTOKENS\xe8\3\0\0" + b'{"version": ' + b"9" * 987 + b"}",
+            "with a footer without end": b"PAR1" + b"\0" * 50 + b"\xff\xff\xff\x7fPAR1",
+            "with a footer of rubbish": b"PAR1" + bytes(range(100)) + b"\x60\0\0\0PAR1",
         }.items()
     },
 }
@@ -235,8 +231,8 @@ CASES = {
     **{f"readable: {name}": ({"metrics.jsonl": data}, None) for name, data in READABLE.items()},
     **{f"beside: {name}": ({"metrics.jsonl": HEALTHY} | files, said) for name, (files, said) in BESIDE.items()},
     **{
-        f"beside: {file}: {name}": ({"metrics.jsonl": HEALTHY, file: make}, FILE if file == FILE else None)
-        for file in ("a.log", ".hydra/config.yaml", ".hydra/hydra.yaml", "recipe/expected.csv", FILE)
+        f"beside: {file}: {name}": ({"metrics.jsonl": HEALTHY, file: make}, FOLDER if FOLDER in file else None)
+        for file in ("a.log", ".hydra/config.yaml", ".hydra/hydra.yaml", "recipe/expected.csv", KEPT)
         for name, make in NO_FILES.items()
     },
 }  # fmt: skip
@@ -245,7 +241,8 @@ CASES = {
 CASES["events: folder"] = CASES["events: link to a folder"] = ({"events.tfevents.1": Path.mkdir}, None)
 for file in (".hydra/config.yaml", ".hydra/hydra.yaml"):
     CASES[f"beside: {file}: more than is read"] = ({"metrics.jsonl": HEALTHY, file: sparse}, file)
-CASES[f"beside: {FILE}: nothing"] = ({"metrics.jsonl": HEALTHY, FILE: NO_FILES["nothing"]}, None)
+CASES[f"beside: {KEPT}: nothing"] = ({"metrics.jsonl": HEALTHY, KEPT: NO_FILES["nothing"]}, None)
+CASES[f"beside: {FOLDER}: a file"] = ({"metrics.jsonl": HEALTHY, FOLDER: b"x"}, FOLDER)
 
 
 BAD = {f"run{number:03}": case for number, case in enumerate(CASES)}
@@ -315,7 +312,7 @@ def test_the_page_shows_every_run_and_says_what_is_wrong_until_it_is_right(runs)
 
 def test_every_request_is_answered_in_words(runs):
     client = TestClient(application(Live([runs]), "token"), base_url="http://localhost")
-    for run in [each for each in client.get("/token/state").json()["runs"] if FILE in each["problem"]]:
+    for run in [each for each in client.get("/token/state").json()["runs"] if FOLDER in each["problem"]]:
         for kind in ("responses", "response", "text", "decisions"):
             assert client.get(f"/token/{kind}?run={run['id']}&at=0").status_code < 500
     assert client.get("/token/csv?panel=reward").status_code == 200

@@ -18,7 +18,7 @@ from kept_responses import response
 from starlette.testclient import TestClient
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.tools.kept_tokens.kept_file import DECISIONS, FILE, KeptResponse, append
+from verl_precision.tools.kept_tokens.kept_file import DECISIONS, FOLDER, KeptResponse, append, cut_after
 from verl_precision.tools.runs import live as live_module
 from verl_precision.tools.runs.contents import BUCKETS, downsampled, series_of
 from verl_precision.tools.runs.kept import SHOWN_PROMPT, SHOWN_TOKENS
@@ -115,7 +115,7 @@ def test_it_only_reads(ask, run, method):
     ("response?run=0&at=\N{ARABIC-INDIC DIGIT ONE}", 400), ("text?run=0&at=0&part=../x", 400), ("state?since=x", 400),
 ])  # fmt: skip
 def test_no_path_or_number_of_a_request_leads_anywhere_else(ask, run, path, code):
-    append(run.with_name(FILE), [kept()])
+    append(run.with_name(FOLDER), [kept()])
     assert ask(path).status_code == code
 
 
@@ -327,7 +327,7 @@ def test_a_run_without_kept_tokens_says_so(ask, run):
 
 
 def test_responses_are_listed_by_damage_and_by_step_and_a_step_without_any_leads_to_the_nearest(ask, run):
-    append(run.with_name(FILE), [kept(step, damage=damage) for step, damage in ((1, 5.0), (1, 7.0), (4, 6.0))])
+    append(run.with_name(FOLDER), [kept(step, damage=damage) for step, damage in ((1, 5.0), (1, 7.0), (4, 6.0))])
     assert state_of(ask)["runs"][0]["kept"] == 3
 
     def listed(more: str = "") -> list[tuple[int, float]]:
@@ -339,26 +339,24 @@ def test_responses_are_listed_by_damage_and_by_step_and_a_step_without_any_leads
 
 
 def test_responses_that_come_and_go_while_the_page_is_open(ask, run):
-    path = run.with_name(FILE)
+    path = run.with_name(FOLDER)
     append(path, [kept(1)])
-    first = path.read_bytes()
     version = state_of(ask)["version"]
-    append(path, [kept(2)])
-    second = path.read_bytes()
-    path.write_bytes(second[:-5])  # being written
+    (path / ".scratch.step_2.parquet").write_bytes(b"PAR1")  # being written
     assert ask(f"state?since={version}").status_code == 204
-    path.write_bytes(second)
-    assert state_of(ask, version)["runs"][0]["kept"] == 2
-    path.write_bytes(first)  # a resume has cut it
+    append(path, [kept(2), kept(2)])
+    assert state_of(ask, version)["runs"][0]["kept"] == 3
+    cut_after(path, 1)  # a resume has cut it
+    append(path, [kept(2)])
+    assert state_of(ask)["runs"][0]["kept"] == 2
+    (path / "step_2.parquet").write_bytes(b"something else")
     assert state_of(ask)["runs"][0]["kept"] == 1
-    path.write_bytes(b"something else")
-    assert (
-        state_of(ask)["runs"][0]["kept"] == 0 and "no file of kept tokens" in ask("responses?run=0").json()["problem"]
-    )
+    answer = ask("responses?run=0").json()
+    assert "step_2.parquet" in answer["problem"] and len(answer["rows"]) == 1, "the others are shown"
 
 
 def test_a_response_has_its_tokens_as_data(ask, run):
-    append(run.with_name(FILE), [kept(turn=np.array([1, 0, 2, 2]), decisions=np.array([1, 0, 3, 1]))])
+    append(run.with_name(FOLDER), [kept(turn=np.array([1, 0, 2, 2]), decisions=np.array([1, 0, 3, 1]))])
     (row,) = ask("responses?run=0").json()["rows"]
     answer = ask(f"response?run=0&at={row['offset']}")
     assert (
@@ -375,7 +373,7 @@ def test_a_response_has_its_tokens_as_data(ask, run):
 
 
 def test_without_text_there_are_token_ids(ask, run):
-    append(run.with_name(FILE), [kept(prompt_text=None, pieces=None)])
+    append(run.with_name(FOLDER), [kept(prompt_text=None, pieces=None)])
     at = ask("responses?run=0").json()["rows"][0]["offset"]
     found = ask(f"response?run=0&at={at}").json()
     assert found["texts"] is found["prompt"] is None and found["ids"] == [0, 1, 0, 1]
@@ -384,7 +382,7 @@ def test_without_text_there_are_token_ids(ask, run):
 
 def test_ten_megabytes_of_prompt_are_cut_in_the_view_and_whole_as_text(ask, run):
     prompt, tokens = "<b>é" * 2_500_000, SHOWN_TOKENS + 5
-    append(run.with_name(FILE), [kept(prompt_text=prompt, tokens=tokens, prompt_ids=np.arange(200_000))])
+    append(run.with_name(FOLDER), [kept(prompt_text=prompt, tokens=tokens, prompt_ids=np.arange(200_000))])
     at = ask("responses?run=0").json()["rows"][0]["offset"]
     answer = ask(f"response?run=0&at={at}")
     found = answer.json()
@@ -395,7 +393,7 @@ def test_ten_megabytes_of_prompt_are_cut_in_the_view_and_whole_as_text(ask, run)
 
 def test_not_a_number_reaches_the_page(ask, run):
     append(
-        run.with_name(FILE),
+        run.with_name(FOLDER),
         [kept(log_probs=np.array([np.nan, -np.inf, 0, 0], "f4"), largest_gap=float("nan"), reward=None)],
     )
     (row,) = ask("responses?run=0").json()["rows"]
@@ -410,7 +408,7 @@ def test_what_other_estimators_would_have_decided(ask, run):
     ratio = np.log(np.array([1.0, 2.0, 0.1, 1.0], "f4"))
     numbers = {"log_probs": ratio - 5, "rollout_log_probs": np.full(4, -5, "f4"), "mask": np.ones(4, "u1")}
     numbers |= {"advantages": np.array([1, 1, -1, 1], "f4"), "turn": np.ones(4, "u2"), "weights": np.ones(4, "f4")}
-    append(run.with_name(FILE), [kept(**numbers, estimator=own.name, estimator_settings=own.settings())])
+    append(run.with_name(FOLDER), [kept(**numbers, estimator=own.name, estimator_settings=own.settings())])
     at = ask("responses?run=0").json()["rows"][0]["offset"]
     found = ask(f"decisions?run=0&at={at}").json()
     assert next(iter(found)) == own.name and len(found) > 5 and all(len(codes) == 4 for codes in found.values())

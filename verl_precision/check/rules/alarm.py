@@ -9,8 +9,7 @@ from verl_precision.check.rules.loss import RATIO_SOURCE, weighs_responses
 from verl_precision.check.rules.rule import Environment, Faults, rule, told, told_where
 from verl_precision.engine.arithmetic_choice import IN_CONFIG
 from verl_precision.integration.trainer.saving import saves
-from verl_precision.mismatch.settings import MismatchSettings, settings_of
-from verl_precision.tools.actions.actions import KINDS
+from verl_precision.mismatch.settings import REMEDIES, MismatchSettings, settings_of
 
 
 @rule("alarm-cannot-act")
@@ -21,7 +20,7 @@ def alarm_cannot_act(config: DictConfig, environment: Environment) -> Faults:
     actor, exact = engines(config)[0], OmegaConf.select(config, IN_CONFIG) == EXACT
     ours, on_cpu = actor.strategy in FSDP and actor.ours, config.trainer.device == "cpu"
     kind, to_fp16 = settings.alarm.on_alarm, settings.alarm.rescue_precision == "fp16"
-    lowers, masks, rescues = (kind == each for each in KINDS)
+    lowers, masks, rescues = (kind == each for each in REMEDIES)
     correction, shadow = (OmegaConf.select(config, key) for key in ("algorithm.rollout_correction", RATIO_SOURCE))
     in_fp16 = actor.compute == "fp16" and rollout_dtype(config) == "fp16"
     wrong = {

@@ -37,7 +37,7 @@ from verl_precision.integration.engine.weight_export import (
     write_export_dtype,
 )
 from verl_precision.integration.ledger import wrap_once
-from verl_precision.integration.trainer.found_checkpoints import adopt_earlier
+from verl_precision.integration.trainer.checkpoints import adopt_earlier
 from verl_precision.tools.actions.learning_rate import LOWER_RATE, ScaledLearningRate
 from verl_precision.tools.arithmetic.trainer_model import round_once
 

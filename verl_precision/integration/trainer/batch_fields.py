@@ -7,7 +7,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 
-def kept(batch: Any) -> tuple[list[str], list[dict[str, Any]]]:
+def real_rows(batch: Any) -> tuple[list[str], list[dict[str, Any]]]:
     """Return keys and tags of the responses that are no padding."""
     rows = [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
     return [batch.keys[row] for row in rows], [batch.tags[row] for row in rows]
@@ -15,7 +15,7 @@ def kept(batch: Any) -> tuple[list[str], list[dict[str, Any]]]:
 
 def fetch(batch: Any, *fields: str) -> list[Any]:
     """Return fields of a batch, nested: padded, a batch of long responses would take gigabytes in the driver."""
-    rows = fetch_rows(kept(batch)[0], batch.partition_id, *fields)
+    rows = fetch_rows(real_rows(batch)[0], batch.partition_id, *fields)
     return [torch.nested.as_nested_tensor(rows[name], layout=torch.jagged) for name in fields]
 
 

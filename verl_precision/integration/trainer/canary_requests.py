@@ -1,4 +1,4 @@
-"""The canary in a verl trainer: asks every rollout replica after a weight sync, and the trainer's engine for its view.
+"""The trainer callback with the canary: it asks every rollout replica after a weight sync, then the trainer's engine.
 
 The replicas answer while they sample the next step. When sampling has ended, the trainer scores the same tokens with
 the weights that it sent, and judges before it learns from what was sampled: a wrong rollout costs no update.
@@ -16,27 +16,20 @@ from omegaconf import DictConfig
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
+from verl_precision.base import verl_config
 from verl_precision.base.dtypes import DTYPES, short, torch_dtype
 from verl_precision.base.errors import WeightSyncError
-from verl_precision.base.verl_config import (
-    PROMPT_LOG_PROBS,
-    engines,
-    lora_rank,
-    quantisations,
-    rollout_dtype,
-    uses_adapter,
-)
+from verl_precision.base.verl_config import engines, lora_rank, rollout_dtype
 from verl_precision.engine.shadow import ROUNDED_TO
 from verl_precision.weight_sync.canary import CanaryJudge, canary_tokens
-from verl_precision.weight_sync.settings import CanarySettings
+from verl_precision.weight_sync.settings import canary_settings
 
 logger = logging.getLogger("verl_precision.weight_sync")
 
 CANARY_HELP = (
-    "The digests of this sync agree (where they were sent) and no verified layer is damaged. The weights arrived "
-    "intact, but the engine that serves requests is not using them. Usual causes: a replica that a sync left out, a "
-    "LoRA adapter that is not applied, CUDA graphs over old memory, quantised or packed weights that were not made "
-    "anew, or a rollout whose dtype or context differs from the config's. Compare weight_sync/unverified_layers, start "
+    "The weights arrived intact, and the engine that serves requests is not using them. Usual causes: a replica that a "
+    "sync left out, a LoRA adapter that is not applied, CUDA graphs over old memory, quantised or packed weights that "
+    "were not made anew, or a dtype or context that is not the config's. Compare weight_sync/unverified_layers, start "
     "the run again, or set weight_sync.canary.action=log to go on."
 )
 
@@ -44,25 +37,55 @@ CANARY_HELP = (
 class TrainerCanary:
     """The canary of one run."""
 
-    def __init__(self, config: DictConfig, settings: CanarySettings) -> None:
-        """Read from the config what the two engines compute in, and whether the rollout serves an adapter."""
-        self.settings = settings
+    def __init__(self, trainer: Any) -> None:
+        """Read from a trainer's config what the two engines compute in, and whether the rollout serves an adapter."""
+        self._trainer, config = trainer, trainer.config
+        self.settings = settings = canary_settings(config)
         dtypes = _dtype(engines(config)[0].compute), _dtype(rollout_dtype(config))
-        grids = tuple(quantisations(config).values())
+        grids = tuple(verl_config.quantisations(config).values())
         self._judge = CanaryJudge(*dtypes, tf32=config.trainer.device == "cuda", grids=grids)
         self._rounded_to = _coarser(config, *dtypes)
         # Where vLLM serves LoRA adapters it gives no prompt log-probs (on a CPU its engine dies of the request). There
         # replicas continue the first half of each sequence greedily, and the trainer scores what they wrote.
-        self._continued = settings.tokens // 2 if uses_adapter(config) else 0
+        self._continued = settings.tokens // 2 if verl_config.uses_adapter(config) else 0
         self._tokens = torch.empty(0, 0)
         self._asked: dict[int, list[Any]] = {}  # replica -> futures of its answers, one a sequence
         self._outputs: dict[int, list[Any]] = {}  # replica -> its answers
         self._problems: list[str] = []
+        self._metrics: dict[str, float] = {}  # of the step
         self._seconds = 0.0
         self._syncs = 0
         self._works = settings.every_n_syncs > 0
-        if self._works and (name := str(config.actor_rollout_ref.rollout.name)) not in PROMPT_LOG_PROBS:
+        if self._works and (name := str(config.actor_rollout_ref.rollout.name)) not in verl_config.PROMPT_LOG_PROBS:
             self._give_up(f"as verl drives it, a {name} server gives no log-probs of a prompt")
+
+    def on_init_end(self, proceed, *args, **kwargs):
+        """Ask once the first weights are there."""
+        proceed(*args, **kwargs)
+        self._ask_synced()
+
+    def on_step_end(self, proceed):
+        """Ask after the sync."""
+        proceed()
+        self._ask_synced()
+
+    def on_sample_end(self, proceed, *args, **kwargs):
+        """Take the answers before replicas sleep, and judge before the trainer learns from the sample."""
+        self.collect()
+        proceed(*args, **kwargs)
+        self._metrics |= self.judge(self._trainer.actor_rollout_wg)
+
+    def _compute_metrics(self, proceed, batch, metrics, *args, **kwargs):
+        proceed(batch, metrics, *args, **kwargs)
+        found, self._metrics = self._metrics, {}
+        seconds = "weight_sync/seconds"  # the guard has some, too
+        metrics.update({**found, seconds: metrics.get(seconds, 0.0) + found.get(seconds, 0.0)})
+
+    def _ask_synced(self) -> None:
+        """Ask the replicas that each step's sync reaches; separate_async has its own beside the colocated ones."""
+        trainer = self._trainer
+        manager = getattr(trainer, "standalone_checkpoint_manager", trainer.checkpoint_manager)
+        self.ask(manager.replicas, trainer.tokenizer)
 
     def ask(self, replicas: Sequence[Any], tokenizer: Any) -> None:
         """Ask every one of verl's rollout replicas to score the canary, if this sync is due, and wait for no answer."""
@@ -97,16 +120,12 @@ class TrainerCanary:
             try:
                 *self._outputs[rank], once = ray.get(futures, timeout=left)
                 if cached := once.extra_fields.get("num_cached_tokens"):
-                    self._problems.append(
-                        f"replica {rank}: it read {cached} tokens from a prefix cache that older weights filled: the "
-                        "sync did not reset it"
-                    )
+                    cache = "a prefix cache that older weights filled: the sync did not reset it"
+                    self._problems.append(f"replica {rank}: it read {cached} tokens from {cache}")
             except ray.exceptions.GetTimeoutError:
-                self._problems.append(
-                    f"replica {rank} has not answered within weight_sync.canary.timeout_seconds="
-                    f"{self.settings.timeout_seconds:g}: look at its log, allow more time, or go on without it "
-                    "(weight_sync.canary.action=log)"
-                )
+                allowed = f"weight_sync.canary.timeout_seconds={self.settings.timeout_seconds:g}"
+                remedy = "look at its log, allow more time, or go on without it (weight_sync.canary.action=log)"
+                self._problems.append(f"replica {rank} has not answered within {allowed}: {remedy}")
             except ray.exceptions.RayError as error:
                 self._problems.append(f"replica {rank} failed to answer: {str(error).strip().splitlines()[-1]}")
         self._seconds = time.perf_counter() - start
@@ -180,31 +199,22 @@ def _coarser(config: DictConfig, train: torch.dtype, rollout: torch.dtype) -> st
 
 
 def _log_probs(workers: Any, tokens: Tensor, rounded_to: str | None) -> Tensor:
-    """Return the trainer's log π of all tokens but the first, at temperature 1, float32 [S, T - 1]."""
-    # With weights rounded to the rollout's dtype, if that is given: a loss by rounding is no wrong sync.
-    # verl splits a batch evenly over its ranks, so sequences are repeated until every rank has as many.
+    """Return the trainer's log π of all tokens but the first, at temperature 1, float32 [S, T - 1].
+
+    With weights rounded to the rollout's dtype, if that is given: a loss by rounding is no wrong sync. verl splits a
+    batch evenly over its ranks, so sequences are repeated until every rank has as many.
+    """
     sequences, length = tokens.shape
-    rows = -(-sequences // workers.world_size) * workers.world_size
-    repeated = tokens[torch.arange(rows) % sequences]
+    per_rank = -(-sequences // workers.world_size)
+    rows = per_rank * workers.world_size
+    ids = tokens[torch.arange(rows) % sequences]
     ones = torch.ones(rows, length - 1, dtype=torch.int64)
-    fields = {
-        "input_ids": repeated,
-        "position_ids": torch.arange(length).expand(rows, length),
-        "prompts": repeated[:, :1],
-        "responses": repeated[:, 1:],
-        "response_mask": ones,
-        "loss_mask": ones,
-    }
+    fields = {"input_ids": ids, "prompts": ids[:, :1], "responses": ids[:, 1:], "response_mask": ones}
+    fields |= {"loss_mask": ones, "position_ids": torch.arange(length).expand(rows, length)}
     jagged = {name: torch.nested.as_nested_tensor(list(field), layout=torch.jagged) for name, field in fields.items()}
     data = tu.get_tensordict(jagged)
-    tu.assign_non_tensor(
-        data,
-        temperature=1.0,
-        calculate_entropy=False,
-        compute_loss=False,
-        use_dynamic_bsz=False,
-        micro_batch_size_per_gpu=rows // workers.world_size,
-        **({ROUNDED_TO: rounded_to} if rounded_to else {}),
-    )
+    settings: dict[str, Any] = {"calculate_entropy": False, "compute_loss": False, "use_dynamic_bsz": False}
+    settings |= {ROUNDED_TO: rounded_to} if rounded_to else {}
+    tu.assign_non_tensor(data, temperature=1.0, micro_batch_size_per_gpu=per_rank, **settings)
     log_probs = tu.get(workers.compute_log_prob(data), "log_probs").values().view(rows, length)
     return log_probs[:sequences, :-1].float().cpu()

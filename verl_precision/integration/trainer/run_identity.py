@@ -9,11 +9,11 @@ differing settings, and so is one that another process owns (`base/owner.py`).
 Only the driver can know this: verl changes its config after the start, and Ray's workers resolve it again.
 """
 
+import dataclasses
 import glob
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -22,17 +22,14 @@ from verl_precision.base import owner
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError, filled
 from verl_precision.base.files import table_of, write_file
 from verl_precision.base.state import read_state
-from verl_precision.integration.trainer.kept_files import metrics_path
+from verl_precision.integration.trainer.checkpoints import RESCUE_FILE
+from verl_precision.integration.trainer.metrics_file import metrics_path
 from verl_precision.integration.trainer.run_settings import (
     RunSettings,
-    as_record,
     changed_settings,
     differences,
-    settings_of_record,
-    settings_of_run,
 )
 from verl_precision.integration.trainer.saving import saves
-from verl_precision.tools.actions.rescue import RESCUE_FILE
 
 RUN_FILE = "run.yaml"
 RUN_NAME_RESOLVER = "${verl_precision.run_name:}"  # as recipes write it
@@ -50,7 +47,7 @@ def name_the_run(config: DictConfig) -> None:
     """
     if RUN_NAME_RESOLVER not in str(OmegaConf.to_container(config.trainer)["experiment_name"]):
         return
-    run, name = settings_of_run(config), config.trainer.experiment_name
+    run, name = RunSettings.from_config(config), config.trainer.experiment_name
     config.trainer.experiment_name = f"{name}-{run.digest}"
     folder = Path(config.trainer.default_local_dir)
     named_after_it = folder.name == config.trainer.experiment_name
@@ -76,7 +73,7 @@ def claim_folder(config: DictConfig) -> None:
         ConfigurationError: If the folder has the checkpoints of a run with other settings; if another process owns it;
             or if a job that Slurm has queued again would begin a new one.
     """
-    folder, run = Path(config.trainer.default_local_dir), settings_of_run(config)
+    folder, run = Path(config.trainer.default_local_dir), RunSettings.from_config(config)
     known, on_alarm = _require_same(config, folder, run), OmegaConf.select(config, "mismatch.alarm.on_alarm")
     writes = saves(config) or on_alarm in ("stop", "rescue") or (folder / RESCUE_FILE).exists()
     if known is None and not (writes or any(folder.glob("global_step_*"))):
@@ -91,16 +88,10 @@ def claim_folder(config: DictConfig) -> None:
     if known is None:
         if beside:
             logger.info("a new run, in %s. It is not the one in %s: %s", folder, *_nearest(beside, run))
-        write_file(folder / RUN_FILE, yaml.safe_dump({**_replaced(config), **as_record(run)}, sort_keys=False))
+        write_file(folder / RUN_FILE, yaml.safe_dump(run.as_record(), sort_keys=False))
     elif run.content.items() - known.content.items():  # before a model was downloaded
-        record = {**_replaced(config), **as_record(known), "content": {**known.content, **run.content}}
-        write_file(folder / RUN_FILE, yaml.safe_dump(record, sort_keys=False), replace=True)
-
-
-def _replaced(config: DictConfig) -> dict[str, Any]:
-    """Return the words of the command that presets have replaced, for people: presets=win."""
-    replaced = OmegaConf.select(config, "presets.replaced")
-    return {"replaced_by_presets": OmegaConf.to_container(replaced)} if replaced else {}
+        grown = dataclasses.replace(known, content={**known.content, **run.content})
+        write_file(folder / RUN_FILE, yaml.safe_dump(grown.as_record(), sort_keys=False), replace=True)
 
 
 def _require_same(config: DictConfig, folder: Path, run: RunSettings) -> RunSettings | None:
@@ -114,7 +105,7 @@ def _require_same(config: DictConfig, folder: Path, run: RunSettings) -> RunSett
 
 def run_in(folder: Path) -> RunSettings | None:
     """Return the run that a folder belongs to, or None where it says nothing."""
-    return read_state(folder / RUN_FILE, settings_of_record, _WORDS["unreadable"])
+    return read_state(folder / RUN_FILE, RunSettings.from_record, _WORDS["unreadable"])
 
 
 def _runs_beside(folder: Path) -> dict[Path, RunSettings]:

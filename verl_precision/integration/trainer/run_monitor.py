@@ -1,18 +1,21 @@
-"""What the measuring trainer does at each point of a step, without being a trainer: measure, judge and remember."""
+"""The trainer callback that measures the mismatch, judges it, shows it and remembers it (`trainers.py`).
+
+In decoupled mode verl has recomputed the trainer's log-probs already, so that the driver measures without an extra
+forward. In bypass mode, and wherever a shadow splits the gap, the worker measures in an update (`measurement.py`).
+"""
 
 import contextlib
-import dataclasses
 import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from numbers import Real
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 
 from verl_precision.base.dtypes import EXACT
 from verl_precision.base.errors import MismatchAlarmError
@@ -23,25 +26,23 @@ from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtyp
 from verl_precision.engine.arithmetic_choice import IN_CONFIG
 from verl_precision.integration.engine import measurement
 from verl_precision.integration.engine.measurement import CANDIDATES, MISMATCH, PHANTOM, TURNS
-from verl_precision.integration.trainer.batch_fields import fetch, kept, put
-from verl_precision.integration.trainer.shown import log_histograms, log_table
+from verl_precision.integration.trainer.batch_fields import fetch, put, real_rows
+from verl_precision.integration.trainer.logger_tables import log_histograms, log_table
+from verl_precision.integration.trainer.merged_metrics import statistics_kept
+from verl_precision.integration.trainer.metrics_file import numbers_in
+from verl_precision.integration.trainer.session_advantages import advantages_by_session
 from verl_precision.losses.clipping import Ratio, clip_range
 from verl_precision.losses.registry import ratio_of
 from verl_precision.mismatch import metric_names as names
 from verl_precision.mismatch.alarm import Alarm, MismatchAlarm, act_on
 from verl_precision.mismatch.candidates import Candidates, lot_of
 from verl_precision.mismatch.remedies import remedies_in_use
-from verl_precision.mismatch.settings import MismatchSettings
+from verl_precision.mismatch.settings import settings_of
 from verl_precision.mismatch.staleness import MismatchByVersion, beta_of_current_version
 from verl_precision.mismatch.statistics import MismatchStatistics
 from verl_precision.mismatch.turns import MismatchByTurn
-from verl_precision.tools.actions.acting import Acting
-from verl_precision.tools.kept_tokens.kept_file import KeptSummary
-from verl_precision.tools.kept_tokens.recorder import TokenRecorder
 
 ALARM_FILE, STEP_METRICS = "mismatch_alarm.json", "step_metrics.json"
-ALARM_TABLE, KEPT_TABLE = "alarm/raised", "mismatch/kept_responses"
-KEPT_COLUMNS = [each.name for each in dataclasses.fields(KeptSummary) if each.name != "offset"]  # no place in a file
 # Of these metrics that the worker reports about an update of the actor, verl's prefix is taken off.
 METRIC_PREFIXES = ("mismatch/", "phantom/", "precision/", "weight_sync/")
 
@@ -53,18 +54,23 @@ class RunMonitor:
 
     What is measured is kept as statistics until the step ends: a step of separate_async has several updates, whose
     numbers verl would combine by their names.
+
+    Attributes:
+        candidates: Responses of the step whose tokens may be kept (`mismatch.keep_tokens`).
+        masks: Of the step's responses, by verl's key, the mask as it is before verl's rejection (`rollout_rs`).
+        memories: What others remember of a run, beside the alarm's memory: name -> `state()` and `load(state)`.
     """
 
-    def __init__(self, config: DictConfig, settings: MismatchSettings) -> None:
-        """Read what decides where to measure, and what; `settings` is the config's block `mismatch`."""
-        self.settings = settings
+    def __init__(self, trainer: Any) -> None:
+        """Read from a trainer's config what decides where to measure, and what."""
+        self._trainer, self._config = trainer, (config := trainer.config)
+        self.settings = settings = settings_of(config)
         correction = OmegaConf.select(config, "algorithm.rollout_correction") or {}
         bypass = bool(correction.get("bypass_mode"))  # verl skips the forward at θ': old log-probs are the rollout's
         actor = config.actor_rollout_ref.actor
         shadow = OmegaConf.select(actor, "fsdp_config.shadow") or {}
         beta_in_ratio = shadow.get("ratio_source") != "shadow"  # the loss sees the training forward's log-probs
         self.shadowed = not beta_in_ratio or (shadow.get("every_n_steps") or 0) > 0
-        self.longest_response = int(config.actor_rollout_ref.rollout.response_length)
         self.in_worker = bypass or not beta_in_ratio  # the driver never sees the trainer's log-probs
         ratio = ratio_of(actor)
         against_rollout = ratio is not None and (ratio.bypass if bypass else ratio.decoupled) == "rollout"
@@ -75,59 +81,79 @@ class RunMonitor:
             clip=clip_range(ratio, actor) if ratio is not None and against_rollout else None,
             beta_in_ratio=beta_in_ratio,
             ratio_threshold=settings.ratio_threshold,
-            longest_response=self.longest_response,
+            longest_response=int(config.actor_rollout_ref.rollout.response_length),
             keep=settings.keep_tokens,
         )
-        self.recorder = TokenRecorder(config, settings) if settings.keep_tokens else None
         self.alarm = MismatchAlarm(settings.alarm, _in_use(config, ratio, correction))
-        self.acting = Acting(config, settings)
         # The least share of equal log-probs that exact arithmetic promises; in FP32 an order of sums may show.
         least = 0.98 if engines(config)[0].compute == "fp32" else 1.0
         self._least_equal = least if OmegaConf.select(config, IN_CONFIG) == EXACT else 0.0
-        self._rejects = bool(correction.get("rollout_rs")) and not bypass
         self.first_alarm_step: int | None = None  # first step of the evidence of the alarms that the last step raised
+        self.candidates = Candidates(settings.keep_tokens)
+        self.masks: dict[str, Tensor] = {}
+        self.memories: dict[str, Any] = {}
         self._mask: Any = None
         self._sets: dict[str, Any] = {}
-        self._candidates = Candidates(settings.keep_tokens)
         self._losses: dict[str, Statistic] = {}
         self._raised: list[Alarm] = []  # at this step
-        self._kept: Sequence[KeptSummary] = ()
         self._seconds, self._failures = 0.0, 0
 
-    def remember_mask(self, batch: Any, masked: bool) -> None:
-        """Keep the mask as it is before verl's rejection (`rollout_rs`), which hides what it rejects from the mask.
+    def _compute_advantage(self, proceed, batch, metrics):
+        self.remember_mask(batch)
+        with advantages_by_session():
+            batch = proceed(batch, metrics=metrics)
+        self.measure_in_driver(batch, self._trainer.global_steps)
+        return batch
 
-        It rejects where the config says so, or while the alarm has responses masked.
-        """
-        if self._rejects or masked:
-            with self._guarded():
+    def _update_actor(self, proceed, batch, metrics):
+        self.ask_the_worker(batch, self._trainer.global_steps, self._trainer.local_trigger_step)
+        with statistics_kept():
+            batch = proceed(batch, metrics=metrics)
+        self.take_from_the_worker(metrics)
+        return batch
+
+    def _compute_metrics(
+        self, proceed: Any, batch: Any, metrics: Any, *args: Any, global_steps: int, **more: Any
+    ) -> None:
+        """Raise the error that is to end the run, if one is (`on_alarm=stop`)."""
+        proceed(batch, metrics, *args, global_steps=global_steps, **more)
+        self.add_metrics(metrics)
+        stop = self.judge(global_steps, metrics)
+        self.show(self._trainer.logger, global_steps)
+        if stop is not None:
+            raise stop
+
+    def remember_mask(self, batch: Any) -> None:
+        """Keep the mask as it is before verl's rejection (`rollout_rs`), which hides what it rejects from the mask."""
+        correction = OmegaConf.select(self._config, "algorithm.rollout_correction") or {}
+        if correction.get("rollout_rs") and not correction.get("bypass_mode"):
+            with self.guarded():
                 (self._mask,) = fetch(batch, "response_mask")
-                if self.recorder is not None:
-                    self.recorder.remember_mask(batch, self._mask)
+                if self.settings.keep_tokens:
+                    self.masks |= dict(zip(real_rows(batch)[0], self._mask.bool().unbind(), strict=True))
 
     def measure_in_driver(self, batch: Any, step: int) -> None:
         """Measure what verl has computed already, if it has; responses of the version before `step` are current."""
         if self._mask is not None:
-            with self._guarded():
+            with self.guarded():
                 self._count_rejected(*fetch(batch, "response_mask"))
         if self.in_worker:
             self._mask = None
             return
-        with self._guarded():
+        with self.guarded():
             fields = ("old_log_probs", "rollout_log_probs", "response_mask", "advantages")
             trainer, rollout, mask, advantages = fetch(batch, *fields)
             mask, self._mask = mask if self._mask is None else self._mask, None
-            keys, tags = kept(batch)
+            keys, tags = real_rows(batch)
             behind = _versions_behind(tags, step)
             threshold = self.settings.ratio_threshold
-            ended = measurement.ended_by_themselves(mask, self.longest_response)
+            ended = measurement.ended_by_themselves(mask, self.request["longest_response"])
             gap = MismatchByVersion.measure(trainer, rollout, mask, advantages, behind, threshold, ended)
             self._add(MISMATCH, gap)
             self._add(TURNS, MismatchByTurn.measure(trainer, rollout, mask, gap.whole))
-            if self.recorder is not None:
+            if keep := self.settings.keep_tokens:
                 lots = [lot_of(step, key) for key in keys]
-                found = Candidates.measure(self._candidates.keep, lots, trainer, rollout, mask)
-                self._candidates = self._candidates.merge(found)
+                self.candidates = self.candidates.merge(Candidates.measure(keep, lots, trainer, rollout, mask))
             if not self.shadowed:
                 # The old log-probs are the trainer's own: their rounding cancels in the ratio, and cannot clip.
                 self._add(PHANTOM, beta_of_current_version(trainer, rollout, mask, advantages, behind, None))
@@ -149,16 +175,15 @@ class RunMonitor:
 
         After an update since the last sync (`updates`), no response is of the weights that score it.
         """
-        self.acting.ask_the_worker(batch)
         if not (self.in_worker or self.shadowed):
             return
         batch.extra_info[measurement.REQUEST] = self.request
         behind = _versions_behind(batch.tags, step + bool(updates))
         if self.in_worker and any(behind):
-            with self._guarded():
+            with self.guarded():
                 put(batch, measurement.VERSIONS_BEHIND, torch.tensor(behind).unsqueeze(-1))
-        if self.in_worker and self.recorder is not None:
-            with self._guarded():
+        if self.in_worker and self.settings.keep_tokens:
+            with self.guarded():
                 pairs = zip(batch.keys, batch.tags, strict=True)
                 lots = [-1 if tag.get("is_padding", False) else lot_of(step, key) for key, tag in pairs]
                 put(batch, measurement.LOTS, torch.tensor(lots).unsqueeze(-1))
@@ -169,7 +194,7 @@ class RunMonitor:
             if names.ACTOR + key in metrics:
                 self._add(key, metrics.pop(names.ACTOR + key))
         if names.ACTOR + CANDIDATES in metrics:
-            self._candidates = self._candidates.merge(metrics.pop(names.ACTOR + CANDIDATES))
+            self.candidates = self.candidates.merge(metrics.pop(names.ACTOR + CANDIDATES))
         for key in [key for key in metrics if key.startswith(tuple(names.ACTOR + ours for ours in METRIC_PREFIXES))]:
             metrics[key.removeprefix(names.ACTOR)] = metrics.pop(key)
         found = [key for key, value in metrics.items() if isinstance(value, Statistic)]
@@ -193,26 +218,20 @@ class RunMonitor:
         share = current.get("mismatch/equal_fraction", 1.0)
         if share < self._least_equal:
             self._least_equal = 0.0  # said once
-            text = "arithmetic=exact, and only %.2f%% of the log-probs of current responses are equal: one engine "
-            text += (
-                "rounds otherwise. verl-precision explain --recipe, with the run's overrides, names step and operation."
-            )
-            logger.warning(text, 100 * share)
+            text = "arithmetic=exact, and only %.2f%% of current log-probs are equal: one engine rounds otherwise"
+            logger.warning(text + ". verl-precision explain --recipe says at which operation", 100 * share)
 
-    def keep_tokens(self, batch: Any, step: int, tokenizer: Any) -> None:
-        """Write the tokens of a few responses of the step's updates, whose keys and tags `batch` has."""
-        found, self._candidates = self._candidates, Candidates(self._candidates.keep)
-        if self.recorder is not None:
-            with self._guarded():
-                self._kept = self.recorder.write(batch, step, found.chosen(), tokenizer)
+    def take_candidates(self) -> tuple[Candidates, dict[str, Tensor]]:
+        """Return the step's candidates, and the masks of its responses; both begin anew."""
+        found, self.candidates, self.masks = (self.candidates, self.masks), Candidates(self.settings.keep_tokens), {}
+        return found
 
     def judge(self, step: int, metrics: MutableMapping[str, Any]) -> MismatchAlarmError | None:
         """Feed the alarm, say what it raises, and return the error that is to end the run, if one is.
 
-        `alarm/active_count`, `alarm/<action>` and `timing_s/mismatch` are added to the step's metrics.
+        `alarm/active_count` and `timing_s/mismatch` are added to the step's metrics.
         """
         stop, start = None, time.perf_counter()
-        metrics.update(self.acting.metrics())
         self._raised = self.alarm.update(step, metrics)
         self.first_alarm_step = min((alarm.since_step for alarm in self._raised), default=None)
         try:
@@ -220,45 +239,40 @@ class RunMonitor:
         except MismatchAlarmError as error:
             stop = error
         metrics[names.ACTIVE_ALARMS] = len(self.alarm.active)
-        self.acting.judge(step, self.alarm.active_since)
         metrics["timing_s/mismatch"], self._seconds = self._seconds + time.perf_counter() - start, 0.0
         return stop
 
     def show(self, tracking: Any, step: int) -> None:
-        """Give the step's histogram of the gap, alarms and kept responses to the loggers that can show them."""
+        """Give the step's histogram of the gap and its alarms to the loggers that can show them."""
         mismatch, self._sets = self._sets.get(MISMATCH), {}
-        responses, self._kept = self._kept, ()
-        with self._guarded():
+        with self.guarded():
             if mismatch is not None and self.settings.histograms:
                 log_histograms(tracking, mismatch.histograms(), step)
-            log_table(tracking, ALARM_TABLE, [alarm.row() for alarm in self._raised], step)
-            rows = [{name: getattr(response, name) for name in KEPT_COLUMNS} for response in responses]
-            log_table(tracking, KEPT_TABLE, rows, step)
+            log_table(tracking, "alarm/raised", [alarm.row() for alarm in self._raised], step)
 
-    def save(self, folder: str, metrics: Mapping[str, Any]) -> None:
+    def save(self, folder: Path, metrics: Mapping[str, Any]) -> None:
         """Write the alarm's memory beside a checkpoint, and the finite numbers of its step, for the model card."""
-        state = {**self.alarm.state_dict(), **self.acting.state()}
-        write_file(Path(folder) / ALARM_FILE, json.dumps(state), replace=True)
-        numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, Real)}
-        finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
-        write_file(Path(folder) / STEP_METRICS, json.dumps(finite), replace=True)
+        state = self.alarm.state_dict() | {name: memory.state() for name, memory in self.memories.items()}
+        write_file(folder / ALARM_FILE, json.dumps(state), replace=True)
+        finite = {key: value for key, value in numbers_in(metrics).items() if math.isfinite(value)}
+        write_file(folder / STEP_METRICS, json.dumps(finite), replace=True)
 
-    def load(self, folder: str) -> None:
+    def load(self, folder: Path) -> None:
         """Take over the alarm's memory of a checkpoint, if it has one."""
-        remedy = "Restore it; or remove it, to begin with a new baseline."
-        read_state(Path(folder) / ALARM_FILE, self._take_over, remedy)
+        read_state(folder / ALARM_FILE, self._take_over, "Restore it; or remove it, to begin with a new baseline.")
 
     def _take_over(self, state: dict[str, Any]) -> None:
-        if unknown := state.keys() - self.alarm.state_dict().keys() - {"actions"}:
+        if unknown := state.keys() - self.alarm.state_dict().keys() - {"actions"}:  # of a run that acted
             raise ValueError(f"this version has no {min(unknown)}")
         self.alarm.load_state_dict(state)
-        self.acting.load(state)
+        for name in self.memories.keys() & state.keys():
+            self.memories[name].load(state[name])
 
     def _add(self, key: str, found: Any) -> None:
         self._sets = merge_by_name([self._sets, {key: found}])
 
     @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def guarded(self) -> Iterator[None]:
         """Time a measurement; if it fails, say so and count it. The run goes on, and the next step tries again."""
         start = time.perf_counter()
         try:

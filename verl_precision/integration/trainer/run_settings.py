@@ -35,68 +35,66 @@ _NOT_SET: tuple[Any, ...] = (None, [])
 _SCRATCH = "default_of_a_setting"
 
 
-@dataclasses.dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunSettings:
     """A run, as its config has it or as its folder's record does.
+
+    The digest is written last: where a record was cut short, it is missing or no digest.
 
     Attributes:
         settings: Every setting that counts, resolved, by its full name.
         chosen: Those that have not their default.
         content: Digest of the files that a setting names, where they are on this machine.
+        replaced_by_presets: The words of the command that presets have replaced, for people: presets=win.
         digest: Eight digits of what is chosen and of the local files' content, for the folder's name.
     """
-
-    settings: Mapping[str, Any]
-    chosen: frozenset[str]
-    content: Mapping[str, str]
-    digest: str
-
-
-def settings_of_run(config: DictConfig) -> RunSettings:
-    """Return the settings that make a run.
-
-    Raises:
-        ConfigurationError: If files that it names cannot be read, or a `_target_` cannot be imported.
-    """
-    parts = _parts(config, resolve=True)
-    settings, written = _same_names(_plain(_flat(parts))), dict(_flat(_parts(config, resolve=False)))
-    defaults = _same_names(_defaults(config, parts))
-    content = {name: digest for name, value in settings.items() if (digest := _content(name, value)) is not None}
-    local = {name for name in content if all(_local(path).exists() for path in _paths(settings[name]))}
-    chosen = local.union(_chosen(config, settings, written, defaults))
-    named = {name: content[name] if name in local else settings[name] for name in chosen}
-    digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:8]
-    return RunSettings(settings, frozenset(chosen), content, digest)
-
-
-@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
-class _Record:
-    """A record in the order in which it is written: where it was cut short, the digest is missing or no digest."""
 
     settings: dict[str, Any]
     chosen: list[str]
     content: dict[str, str]
+    replaced_by_presets: Any = None
     digest: str = pydantic.Field(pattern=r"^[0-9a-f]{8}$")
-    replaced_by_presets: Any = None  # for people
 
+    @classmethod
+    def from_config(cls, config: DictConfig) -> "RunSettings":
+        """Return the settings that make a run.
 
-def settings_of_record(record: Mapping[str, Any]) -> RunSettings:
-    """Return the run of a record of `run_identity`, but for settings that are ignored today.
+        Raises:
+            ConfigurationError: If files that it names cannot be read, or a `_target_` cannot be imported.
+        """
+        parts = _parts(config, resolve=True)
+        settings, written = _same_names(_plain(_flat(parts))), dict(_flat(_parts(config, resolve=False)))
+        defaults = _same_names(_defaults(config, parts))
+        content = {name: digest for name, value in settings.items() if (digest := _content(name, value)) is not None}
+        local = {name for name in content if all(_local(path).exists() for path in _paths(settings[name]))}
+        chosen = local.union(_chosen(config, settings, written, defaults))
+        named = {name: content[name] if name in local else settings[name] for name in chosen}
+        replaced = OmegaConf.select(config, "presets.replaced")
+        return cls(
+            settings=dict(sorted(settings.items())),
+            chosen=sorted(chosen),
+            content=dict(sorted(content.items())),
+            replaced_by_presets=OmegaConf.to_container(replaced) if replaced else None,
+            digest=hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:8],
+        )
 
-    Raises:
-        TypeError, ValueError: If it is none.
-    """
-    read = _Record(**record)
-    if lost := {*read.chosen, *read.content} - read.settings.keys():
-        raise ValueError(f"it has no setting {min(lost)}, which it names")
-    settings = {k: v for k, v in read.settings.items() if IGNORED_SETTINGS.isdisjoint(k.split("."))}
-    return RunSettings(settings, frozenset(settings.keys() & read.chosen), read.content, read.digest)
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> "RunSettings":
+        """Return the run of a record of `run_identity`, but for settings that are ignored today.
 
+        Raises:
+            TypeError, ValueError: If it is none.
+        """
+        read = cls(**record)
+        if lost := {*read.chosen, *read.content} - read.settings.keys():
+            raise ValueError(f"it has no setting {min(lost)}, which it names")
+        settings = {k: v for k, v in read.settings.items() if IGNORED_SETTINGS.isdisjoint(k.split("."))}
+        chosen = [name for name in read.chosen if name in settings]
+        return dataclasses.replace(read, settings=settings, chosen=chosen)
 
-def as_record(run: RunSettings) -> dict[str, Any]:
-    """Return plain values of a run, for `settings_of_record`."""
-    settings, content = dict(sorted(run.settings.items())), dict(sorted(run.content.items()))
-    return {"settings": settings, "chosen": sorted(run.chosen), "content": content, "digest": run.digest}
+    def as_record(self) -> dict[str, Any]:
+        """Return plain values, for `from_record`."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 def changed_settings(old: RunSettings, new: RunSettings) -> list[str]:

@@ -9,21 +9,25 @@ that of any other. Requests that a killed run has left are void.
 
 import logging
 import math
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
+from verl_precision.base.errors import MismatchAlarmError
 from verl_precision.base.settings import settings
 from verl_precision.integration.ledger import lost_symbols
+from verl_precision.integration.trainer.checkpoints import LAST_FILE, QUEUE, keep_checkpoint_before
+from verl_precision.integration.trainer.metrics_file import forget_row, remember_row, series_goes_on
 
 SAVE, END, ENDING = ".save_requested", ".end_requested", ".ending"  # the last is the trainer's answer to the second
-ENDED = 128 + signal.SIGTERM  # exit code of a run that has ended because it was asked to
+EXIT_ASKED_TO_END = 128 + signal.SIGTERM  # exit code of a run that has ended because it was asked to
 
 logger = logging.getLogger("verl_precision")
 
@@ -58,24 +62,97 @@ def saves(config: DictConfig) -> bool:
     return (config.trainer.save_freq or 0) > 0 or every_minutes(config) > 0
 
 
-class SavePlan:
-    """Decides, at the end of each step, whether the trainer saves one more checkpoint, and whether the run ends."""
+class Saving:
+    """The trainer callback that saves, marks and ends as it is asked to; the outermost, which sees all that others did.
 
-    def __init__(self, config: DictConfig, now: Callable[[], float] = time.monotonic) -> None:
-        self._folder, self._now = Path(config.trainer.default_local_dir), now
-        self._seconds = 60 * checkpoint_settings(config).every_minutes
-        self.saved()
+    verl saves before the alarm has judged the step: its memory is written again then.
+    """
 
-    def saved(self) -> None:
-        """Count the time from here: a checkpoint has all that was learned."""
-        self._last = self._now()
+    def __init__(self, trainer: Any, now: Callable[[], float] = time.monotonic) -> None:
+        """Begin to count the time to the next checkpoint."""
+        self._trainer, self._now = trainer, now
+        self._folder = Path(trainer.config.trainer.default_local_dir)
+        self._seconds = 60 * checkpoint_settings(trainer.config).every_minutes
+        self._known: Mapping[str, Any] = {}  # metrics of the step, before verl completes them
+        self._saved_step: int | None = None
+        self._saved_at = now()
 
-    def due(self, last_step: bool = False) -> bool:
+    def fit(self, proceed, *args, **kwargs):
+        """Begin, unless the run was asked to end while verl was loading: nothing was learned yet."""
+        if self._asked_to_end():
+            return
+        self._saved_at = self._now()
+        with series_goes_on(self._trainer.global_steps):  # of the checkpoint, which is loaded
+            proceed(*args, **kwargs)
+        forget_row(self._trainer.logger)
+
+    def on_step_end(self, proceed):
+        """Save if it is time, and end if that was asked for; after the last step verl ends by itself."""
+        # At this point verl has saved, if `save_freq` says so.
+        trainer = self._trainer
+        last = trainer.global_steps >= trainer.total_training_steps
+        ends = not last and self._asked_to_end()
+        if (self._is_due(last) or ends) and self._saved_step != trainer.global_steps:
+            start = time.perf_counter()
+            trainer._save_checkpoint()
+            trainer.timing_raw["save_checkpoint"] = time.perf_counter() - start
+        if ends:
+            end_with_this_step(trainer)
+        proceed()
+
+    def _update_actor(self, proceed, batch, metrics):
+        batch = proceed(batch, metrics=metrics)
+        self._known = metrics
+        return batch
+
+    def _compute_metrics(self, proceed, batch, metrics, *args, **more):
+        trainer, stop = self._trainer, None
+        try:
+            proceed(batch, metrics, *args, **more)
+        except MismatchAlarmError as error:
+            stop = error
+        if trainer.monitor.first_alarm_step is not None:
+            keep_checkpoint_before(trainer.monitor.first_alarm_step, self._folder)
+        saved = self._saved_step == trainer.global_steps
+        if saved:
+            trainer.monitor.save(self._checkpoint(), metrics)
+        if stop is not None:
+            trainer.logger.log(data=metrics, step=trainer.global_steps)
+            if not saved:  # saved twice, verl counts it twice, and removes it with keep=1
+                if trainer.config.trainer.v1.trainer_mode == "sync":  # vLLM is awake already, and saving needs memory
+                    trainer.checkpoint_manager.sleep_replicas()
+                trainer._save_checkpoint()
+            raise stop
+
+    def _save_checkpoint(self, proceed):
+        trainer, checkpoint = self._trainer, self._checkpoint()
+        row = {**self._known, **trainer.monitor.measured()}
+        remember_row(trainer.logger, trainer.global_steps, row)
+        # An earlier start may have saved this step: until verl has written all of it anew, it is not complete.
+        (checkpoint / LAST_FILE).unlink(missing_ok=True)
+        if (checkpoint / QUEUE).is_dir():
+            shutil.rmtree(checkpoint / QUEUE)
+        proceed()
+        trainer.monitor.save(checkpoint, row)
+        self._saved_at, self._saved_step = self._now(), trainer.global_steps
+
+    def _load_checkpoint(self, proceed):
+        result, trainer = proceed(), self._trainer
+        if trainer.global_steps:  # 0: from scratch
+            settings = trainer.config.trainer
+            by_path = settings.resume_mode == "resume_path"
+            trainer.monitor.load(Path(settings.resume_from_path) if by_path else self._checkpoint())
+        return result
+
+    def _checkpoint(self) -> Path:
+        return self._folder / f"global_step_{self._trainer.global_steps}"
+
+    def _is_due(self, last_step: bool) -> bool:
         """Return whether it is time for a checkpoint (as it is after the last step), or one was asked for, once."""
-        by_time = self._seconds > 0 and (last_step or self._now() - self._last >= self._seconds)
+        by_time = self._seconds > 0 and (last_step or self._now() - self._saved_at >= self._seconds)
         return self._taken(SAVE) or by_time
 
-    def asked_to_end(self) -> bool:
+    def _asked_to_end(self) -> bool:
         """Return whether the run was asked to end, once; the driver will find that it was."""
         if asked := self._taken(END):
             (self._folder / ENDING).touch()
@@ -89,6 +166,11 @@ class SavePlan:
         return True
 
 
+def end_with_this_step(trainer: Any) -> None:
+    """Have verl's loop end once the step under way is logged: it then is the last one."""
+    trainer.total_training_steps = trainer.global_steps
+
+
 class SignalRequests:
     """Hears the signals of one run's driver, and leaves the requests."""
 
@@ -98,15 +180,15 @@ class SignalRequests:
     def listen(self) -> None:
         """Handle SIGUSR1 from now on, and SIGTERM once Ray has started: `ray.init` sets a handler of its own."""
         self._forget()
-        signal.signal(signal.SIGUSR1, self.hear)
+        signal.signal(signal.SIGUSR1, self.on_signal)
         if lost := lost_symbols("SIGTERM"):
             logger.warning("SIGTERM ends this run at once, and saves nothing: %s", lost)
             return
         from ray._private.worker import _post_init_hooks
 
-        _post_init_hooks.append(lambda: signal.signal(signal.SIGTERM, self.hear))
+        _post_init_hooks.append(lambda: signal.signal(signal.SIGTERM, self.on_signal))
 
-    def hear(self, number: int, frame: object = None) -> None:
+    def on_signal(self, number: int, frame: object = None) -> None:
         """Leave the request that a signal stands for.
 
         Raises:
@@ -116,7 +198,7 @@ class SignalRequests:
             logger.warning("SIGUSR1: a checkpoint is saved at the end of the step under way")
         elif self._ending or not self.saves:
             logger.warning("SIGTERM: the run ends at once, and goes on from its last checkpoint, if there is one")
-            sys.exit(ENDED)
+            sys.exit(EXIT_ASKED_TO_END)
         else:
             self._ending = True
             logger.warning("SIGTERM: the run saves and ends at the end of this step; a second one ends it at once")
@@ -130,13 +212,13 @@ class SignalRequests:
         """Leave nothing behind when the job is over.
 
         Raises:
-            SystemExit: With `ENDED`, if the job is complete because the trainer was asked to end.
+            SystemExit: With `EXIT_ASKED_TO_END`, if the job is complete because the trainer was asked to end.
         """
         ended = completed and (self.folder / ENDING).exists()
         self._forget()
         if ended:
             logger.warning("the run has ended because it was asked to; the same command goes on")
-            sys.exit(ENDED)
+            sys.exit(EXIT_ASKED_TO_END)
 
     def _forget(self) -> None:
         for request in (SAVE, END, ENDING):

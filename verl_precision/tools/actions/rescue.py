@@ -1,11 +1,9 @@
 """Back to before the trouble, and on in another precision: `mismatch.alarm.on_alarm=rescue`.
 
-The trainer that acts writes `rescue.yaml` into its run's folder, and its run ends with that step. Then the driver
-becomes the driver of the rescue: the same command with other settings (`Rescue.settings`). The rescue is a run with a
-name and a folder of its own, which has the same file and so knows its parent. It goes on from the parent's newest
-checkpoint before the trouble, or from the start where there is none; nothing else of the parent is left in it: it
-computes what that checkpoint gives in that precision. A later start of the parent's command finds the file, and goes on
-with the rescue. Without the file, or with another `on_alarm`, the parent goes on as it was.
+The trainer that acts writes `rescue.yaml` into its run's folder, and its run ends with that step. Then its driver
+becomes that of the rescue (`go_on`): the same command with other settings, in a run of its own with the same file. It
+goes on from the parent's newest checkpoint before the trouble, or from the start where there is none. A later start of
+the parent's command finds the file, and goes on with the rescue; without it, or with another `on_alarm`, as it was.
 """
 
 import json
@@ -17,7 +15,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -26,17 +24,21 @@ from pydantic.dataclasses import dataclass
 from verl_precision.base.files import write_file
 from verl_precision.base.overrides import quoted
 from verl_precision.base.state import STRICT, read_state
-from verl_precision.integration.trainer.found_checkpoints import is_complete
-from verl_precision.integration.trainer.kept_files import MARK, checkpoints_in
-from verl_precision.mismatch.settings import settings_of
-from verl_precision.tools.actions.actions import Action
+from verl_precision.integration.trainer.checkpoints import MARK, RESCUE_FILE, checkpoints_in, is_complete
+from verl_precision.mismatch.settings import ON_ALARM, settings_of
 
-RESCUE_FILE = "rescue.yaml"
-_ON_ALARM = "mismatch.alarm.on_alarm"
 # What the rescue trains in: `rescue_precision` -> presets.
 PRESETS = {"fp16": {"precision": "fp16"}, "exact": {"arithmetic": "exact"}}
 
 logger = logging.getLogger("verl_precision.mismatch")
+
+
+class Action(NamedTuple):
+    """What an alarm begins."""
+
+    alarm: str  # the first active one that it is for
+    step: int
+    since_step: int  # at which the evidence of its alarm began
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -54,13 +56,13 @@ class Rescue:
 
     def settings(self) -> dict[str, str]:
         """Return the settings, in Hydra's words, that the rescue has and its parent has not."""
-        found = {"trainer.experiment_name": self.name, "trainer.default_local_dir": self.folder, _ON_ALARM: "log"}
+        found = {"trainer.experiment_name": self.name, "trainer.default_local_dir": self.folder, ON_ALARM: "log"}
         if self.checkpoint is None:
             return {**found, "trainer.resume_mode": "auto"}
         return {**found, "trainer.resume_mode": "resume_path", "trainer.resume_from_path": self.checkpoint}
 
 
-def decide(config: DictConfig, action: Action) -> Rescue:
+def decide_rescue(config: DictConfig, action: Action) -> Rescue:
     """Write down that a run is to be rescued; its newest complete checkpoint from before the trouble is kept."""
     folder = Path(config.trainer.default_local_dir).absolute()
     contents = config.actor_rollout_ref.actor.checkpoint.load_contents
@@ -70,7 +72,7 @@ def decide(config: DictConfig, action: Action) -> Rescue:
         write_file(whole[-1] / MARK, f"A rescue goes on from here: {folder.name}-rescue.\n", replace=True)
     rescue = Rescue(
         str(folder),
-        *(action.alarm, action.step, action.since_step),
+        *action,
         checkpoint=str(whole[-1]) if whole else None,
         precision=settings_of(config).alarm.rescue_precision,
         name=f"{config.trainer.experiment_name}-rescue",
@@ -100,7 +102,7 @@ def _checksum(content: dict[str, Any]) -> str:
 
 def of_run(config: DictConfig) -> Rescue | None:
     """Return the rescue with which a run's command goes on; None for a run without one, and for the rescue itself."""
-    if OmegaConf.select(config, _ON_ALARM) != "rescue":
+    if OmegaConf.select(config, ON_ALARM) != "rescue":
         return None
     return _read(Path(config.trainer.default_local_dir).absolute())
 
@@ -112,19 +114,13 @@ def is_rescue(config: DictConfig) -> bool:
     return found is not None and found.folder == str(folder)
 
 
-def goes_on(rescue: Rescue) -> bool:
-    """Return whether the rescue has a checkpoint of its own, from which it goes on."""
-    return bool(checkpoints_in(Path(rescue.folder)))
-
-
 def arguments(given: Sequence[str], rescue: Rescue, chosen: Sequence[str]) -> list[str]:
-    """Return the arguments of a driver, changed to those of the rescue.
+    """Return the arguments of a driver, changed to those of the rescue; Hydra takes no setting twice.
 
-    `chosen` are the groups that the parent's config has a choice for: to others a preset is added (`+`). A setting that
-    was given before is replaced where it stood, since Hydra takes none twice.
+    `chosen` are the groups that the parent's config has a choice for: to others a preset is added (`+`).
     """
     settings = rescue.settings()
-    if goes_on(rescue):
+    if checkpoints_in(Path(rescue.folder)):  # its own
         settings["trainer.resume_mode"] = "auto"
         settings.pop("trainer.resume_from_path", None)
     presets = PRESETS[rescue.precision]
@@ -134,8 +130,12 @@ def arguments(given: Sequence[str], rescue: Rescue, chosen: Sequence[str]) -> li
     return [*left, *(f"{signs.get(key, '++')}{key}={value}" for key, value in new.items())]
 
 
-def become(config: DictConfig, rescue: Rescue, chosen: Sequence[str]) -> NoReturn:
-    """Replace this process, a driver without Ray, by the driver of the rescue."""
+def go_on(config: DictConfig, chosen: Sequence[str]) -> None:
+    """Have a driver whose run was rescued, at its start or its end, become the driver of the rescue."""
+    if (rescue := of_run(config)) is None:
+        return
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
     main = getattr(sys.modules["__main__"], "__spec__", None)
     script = ["-m", main.name] if main is not None else sys.argv[:1]
     words = [sys.executable, *script, *arguments(sys.argv[1:], rescue, chosen)]

@@ -1,48 +1,51 @@
-"""The tokens behind a number: the file in which a run keeps a few responses of each step, and how it is read.
+"""The tokens behind a number: the folder in which a run keeps a few responses of each step, and how it is read.
 
-`kept_tokens.bin` is a header and records, all little-endian. The header is 8 bytes of magic, the length of a text and
-the text, JSON that names version, fields and decisions. A record is one response: a head of fixed size, which says all
-that a list shows, and a body, arrays and texts that only a look at the response reads. Records are appended, steps in
-order. A record that a killed run has left unfinished is no record: readers stop before it, the next start cuts it off.
+`kept_tokens/step_12.parquet` has a row for each response that was kept of step 12; `pandas.read_parquet("kept_tokens")`
+opens those of all steps. A file appears whole or not at all, so that whoever reads while the run goes on, or after it
+was killed, sees whole steps; a resume moves the files of later steps aside. Readers of a list read its columns alone.
 
-Reading needs NumPy alone. What other estimators would have decided: `decisions.py`, which needs torch.
+Reading needs NumPy and pyarrow. What other estimators would have decided: `decisions.py`, which needs torch.
 """
 
-import itertools
 import json
 import math
-import os
 import re
-import struct
 import time
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, get_type_hints
 
 import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.files import open_regular
-from verl_precision.tools.kept_tokens.kept_bytes import LONGEST_TEXT, PLANE, packed, unpacked, utf8, word_bytes
+from verl_precision.base.files import new_file, open_regular
 
-FILE, VERSION = "kept_tokens.bin", 1
+FOLDER = "kept_tokens"
 NOT_OURS, KEPT, CLIPPED, PHANTOM, MASKED, TRUNCATED, UNKNOWN = DECISIONS = (
     *("not the policy's", "kept", "clipped", "phantom-clipped", "masked", "truncated", "not known"),
 )
-REASONS = ("largest weight", "largest gap", "random")
-LONGEST_IDENTITY, _LONGEST_HEADER = 200, 4096  # bytes of UTF-8
-# Arrays of a body: of the prompt's tokens, and of the response's; those of a shadow are absent where none ran.
+LONGEST_TEXT = 64  # bytes of UTF-8 for each token; a longer text is cut
+MOST_RESPONSES = 256  # of a step
+_MOST_BYTES = 2**31  # of the values of a step; a file says how many it has
+_NAME = re.compile(r"step_([0-9]{1,18})\.parquet")
+# Of the prompt's tokens, and of the response's; those of a shadow are absent where none ran.
 ARRAYS = {
-    "prompt_ids": "<i4", "token_ids": "<i4", "rollout_log_probs": "<f4", "log_probs": "<f4", "shadow_log_probs": "<f4",
-    "advantages": "<f4", "weights": "<f4", "mask": "u1", "turn": "<u2", "decisions": "u1",
+    "prompt_ids": "i4", "token_ids": "i4", "rollout_log_probs": "f4", "log_probs": "f4", "shadow_log_probs": "f4",
+    "advantages": "f4", "weights": "f4", "mask": "u1", "turn": "u2", "decisions": "u1",
 }  # fmt: skip
-_MAGIC, _RECORD = b"VPTOKENS", b"VPTK"
-# record, its bytes, CRC of its body; step, reason, tokens, reward (NaN: none), log-weight, largest gap, lost tokens,
-# damage, turns, version of the weights (-1: not known), bytes of the identity
-_HEAD = struct.Struct("<4sIIqBIdddIdHqH")
-_CRC = struct.Struct("<I")  # of head and identity
+# Sign and exponent of log-probs shrink, and the lower bits of their mantissas are noise: each byte has a stream.
+_SPLIT = [f"{name}.list.element" for name, dtype in ARRAYS.items() if dtype in ("i4", "f4")]
+_REPEATED = [
+    "reason",
+    "estimator",
+    "estimator_settings",
+    *(f"{name}.list.element" for name in ("mask", "turn", "decisions")),
+]
+_REPEATED.append("texts.list.element")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +54,9 @@ class KeptSummary:
 
     Attributes:
         step: The training step whose update the response was part of.
-        offset: Where its record begins in the file.
+        offset: Its place among the responses of all steps, for `response_at`.
         identity: verl's key of the response.
-        reason: Why it was kept, one of `REASONS`.
+        reason: Why it was kept, one of `candidates.REASONS`.
         length: Tokens of the response, tool output included.
         reward: Its reward; None where the run has none.
         log_weight: Σₜ log π - log μ over the policy's tokens, nats.
@@ -105,196 +108,140 @@ class KeptResponse(KeptSummary):
         return None if self.pieces is None else [self.pieces[token] for token in self.token_ids.tolist()]
 
 
+_TYPES = {int: pa.int64(), int | None: pa.int64(), float: pa.float64(), float | None: pa.float64(), str: pa.string()}
+_SUMMARY = {name: _TYPES[kind] for name, kind in get_type_hints(KeptSummary).items() if name != "offset"}
+_SCHEMA = pa.schema([
+    *_SUMMARY.items(),
+    *((name, pa.list_(pa.from_numpy_dtype(dtype))) for name, dtype in ARRAYS.items()),
+    *(("behind", pa.int64()), ("estimator", pa.string()), ("estimator_settings", pa.string())),  # JSON
+    *(("prompt_text", pa.string()), ("texts", pa.list_(pa.string()))),
+])  # fmt: skip
+
+
 def beside(metrics: Path) -> Path:
     """Return where a run keeps its tokens, given its metrics file; a file that others stand beside gives its name."""
-    return metrics.with_name(FILE if metrics.name == "metrics.jsonl" else f"{metrics.stem}.{FILE}")
+    return metrics.with_name(FOLDER if metrics.name == "metrics.jsonl" else f"{metrics.stem}.{FOLDER}")
 
 
-def index_of(path: Path, start: int = 0) -> tuple[list[KeptSummary], int]:
-    """Return the summaries of the whole records from byte `start` on, and the byte to go on from.
-
-    Bytes that are no whole record end the list: one that is being written, or was left by a killed run. Where `start`
-    is beyond the end, a resumed run has cut the file: the answer is nothing, and to go on from 0.
+def files_in(folder: Path) -> dict[int, Path]:
+    """Return the files of a folder by their steps, in their order; none where there is no folder.
 
     Raises:
-        ConfigurationError: If the file is none of kept tokens, or of another version.
+        ConfigurationError: If something else is in its place.
     """
-    with open_regular(path, most=math.inf) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size < start:
-            return [], 0
-        begin = max(start, _first(file, path))
-        found = list(_records(file, begin, size))
-        return [summary for summary, _ in found], found[-1][1] if found else begin
+    if folder.exists() and not folder.is_dir():
+        raise _refused(folder, "it is no folder of kept tokens", "Move it away.")
+    found = {int(name[1]): path for path in folder.glob("step_*") if (name := _NAME.fullmatch(path.name))}
+    return dict(sorted(found.items()))
 
 
-def response_at(path: Path, offset: int) -> KeptResponse:
-    """Return the response whose record begins at byte `offset`; refused is one that is not whole, or damaged."""
-    with open_regular(path, most=math.inf) as file:
-        _first(file, path)
-        found = next(_records(file, offset, os.fstat(file.fileno()).st_size), None)
-        if found is None:
-            raise _refused(path, f"no whole record begins at byte {offset}", "Read the list again: a resume cuts it.")
-        summary, end = found
-        body = file.read(end - file.tell())
-        file.seek(offset)
-        if zlib.crc32(body) != _HEAD.unpack(file.read(_HEAD.size))[2]:
-            raise _refused(path, f"the record at byte {offset} is damaged", "Look at another response.")
-        return _with_body(summary, body)
+def index_of(folder: Path) -> list[KeptSummary]:
+    """Return the summaries of all responses.
+
+    Raises:
+        ConfigurationError: If a file is damaged, or none of kept tokens.
+    """
+    return [summary for file in files_in(folder).values() for summary in summaries_in(file)]
 
 
-def append(path: Path, responses: Sequence[KeptResponse]) -> int:
-    """Append the responses of a step, and return the bytes; makes the file, and leaves it as it was after an error."""
-    with path.open("ab") as file:
-        before = file.tell()
-        try:
-            if not before:
-                file.write(_header())
-            file.writelines(record_of(response) for response in responses)
-            file.flush()
-        except BaseException:
-            file.truncate(before)
-            raise
-        return file.tell() - before
+def summaries_in(file: Path) -> list[KeptSummary]:
+    """Return the summaries of a step; refused is a file that is damaged, or none of kept tokens."""
+    rows = _read(file, list(_SUMMARY)).to_pylist()
+    return [KeptSummary(offset=row["step"] * MOST_RESPONSES + place, **row) for place, row in enumerate(rows)]
 
 
-def largest_step(
-    responses: int, prompt: int, response: int, keep_text: bool, settings: Mapping[str, Any], shadow: bool
-) -> int:
+def response_at(folder: Path, offset: int) -> KeptResponse:
+    """Return a response by its place; refused is one that is not there, or damaged."""
+    step, place = divmod(offset, MOST_RESPONSES)
+    file = folder / f"step_{step}.parquet"
+    table = _read(file, _SCHEMA.names) if file.exists() else _SCHEMA.empty_table()
+    if place >= len(table):
+        remedy = "Read the list again: a resume moves responses away."
+        raise ConfigurationError(
+            f"no response {offset} is in it", setting="KEPT_TOKENS", value=str(folder), remedy=remedy
+        )
+    found: dict[str, Any] = {"offset": offset, "shadow_log_probs": None}
+    for name in _SCHEMA.names:
+        value = table[name][place]
+        is_array = name in ARRAYS and value.is_valid
+        found[name] = value.values.to_numpy(zero_copy_only=False, writable=True) if is_array else value.as_py()
+    found["estimator_settings"] = json.loads(found["estimator_settings"])
+    texts = found.pop("texts")
+    found["pieces"] = None if texts is None else dict(zip(found["token_ids"].tolist(), texts, strict=True))
+    return KeptResponse(**found)
+
+
+def _read(file: Path, columns: list[str]) -> pa.Table:
+    """Return columns of a file, whose checksums are right; what is wrong with it is said with its name."""
+    with open_regular(file, most=math.inf) as opened:
+        found = parquet.ParquetFile(opened, page_checksum_verification=True)
+        groups = range(found.num_row_groups)
+        size = sum(found.metadata.row_group(number).total_byte_size for number in groups)
+        if not 0 <= found.metadata.num_rows <= MOST_RESPONSES or not 0 <= size <= _MOST_BYTES:
+            raise ValueError(f"{found.metadata.num_rows} responses of {size} bytes")
+        if missing := set(columns) - set(found.schema_arrow.names):
+            raise ValueError(f"it has no column {min(missing)}")
+        return found.read(columns).cast(pa.schema([_SCHEMA.field(name) for name in columns]))
+
+
+def append(folder: Path, responses: Iterable[KeptResponse]) -> None:
+    """Write the responses of each of their steps, which appear at once; a step that is there is replaced."""
+    for step, some in groupby(responses, lambda response: response.step):
+        with new_file(folder / f"step_{step}.parquet", replace=True) as scratch:
+            parquet.write_table(
+                _table(list(some)), scratch, compression="zstd", compression_level=1, use_dictionary=_REPEATED,
+                use_byte_stream_split=_SPLIT, write_statistics=False, write_page_checksum=True,
+            )  # fmt: skip
+
+
+def _table(responses: Sequence[KeptResponse]) -> pa.Table:
+    """Return the responses of a step; all have a shadow and texts, or none has."""
+    rows = [{**vars(each), "estimator_settings": json.dumps(dict(each.estimator_settings))} for each in responses]
+    columns: dict[str, Any] = {field.name: [row.get(field.name) for row in rows] for field in _SCHEMA}
+    for name, dtype in ARRAYS.items():
+        if all(values is not None for values in columns[name]):
+            flat = pa.array(np.concatenate(columns[name]).astype(dtype, copy=False))
+            columns[name] = pa.ListArray.from_arrays(_offsets(columns[name]), flat)
+    if all(each.pieces is not None for each in responses):
+        ids = [each.token_ids for each in responses]
+        words = {token: text for each in responses for token, text in (each.pieces or {}).items()}
+        coded = pa.array(np.concatenate(ids)).dictionary_encode()  # a text is there once
+        texts = pa.array([words[token] for token in coded.dictionary.to_pylist()], pa.string())
+        columns["texts"] = pa.ListArray.from_arrays(_offsets(ids), texts.take(coded.indices))
+    return pa.table([pa.array(columns[field.name], field.type) for field in _SCHEMA], schema=_SCHEMA)
+
+
+def _offsets(arrays: Sequence[np.ndarray]) -> pa.Array:
+    return pa.array(np.cumsum([0, *map(len, arrays)]), pa.int32())
+
+
+def largest_step(responses: int, prompt: int, response: int, keep_text: bool, shadow: bool) -> int:
     """Return the most bytes that a step takes: `responses` of at most so many tokens of prompt and response.
 
-    `settings` are the estimator's; `shadow` says whether its log-probs are among the arrays.
+    `shadow` says whether its log-probs are among the arrays.
     """
-    of_prompt = np.dtype(ARRAYS["prompt_ids"]).itemsize
-    each = sum(np.dtype(dtype).itemsize for dtype in ARRAYS.values()) - of_prompt
-    each -= 0 if shadow else np.dtype(ARRAYS["shadow_log_probs"]).itemsize
+    sizes = {name: np.dtype(dtype).itemsize for name, dtype in ARRAYS.items()}
+    of_prompt = sizes.pop("prompt_ids")
     text = LONGEST_TEXT if keep_text else 0
-    tokens = prompt * (of_prompt + text) + response * (each + text + bool(text))
-    of_meta = len(json.dumps(dict(settings))) + 600
-    of_meta += PLANE.size * (3 + sum(np.dtype(dtype).itemsize for dtype in ARRAYS.values()))
-    return responses * (_HEAD.size + 2 * _CRC.size + LONGEST_IDENTITY + of_meta + tokens)
+    # With a text goes its length, and which of the different ones it is.
+    of_response = sum(sizes.values()) - (0 if shadow else sizes["shadow_log_probs"]) + text + 6 * bool(text)
+    tokens = prompt * (of_prompt + text) + response * of_response
+    return 20_000 + responses * (2_000 + int(1.02 * tokens))
 
 
-def cut_after(path: Path, step: int) -> Path | None:
-    """Move the records after a step, and bytes that are no whole record, to `<file>.superseded`; 0: all of them.
-
-    A file that does not begin as one of this version is moved as a whole: its new path is returned. It was left by a
-    run that was killed early, is damaged, or another version's. One that is no regular file is refused.
-    """
-    if not path.exists():
-        return None
-    with open_regular(path, "rb+", most=math.inf) as file:
-        size = os.fstat(file.fileno()).st_size
-        try:
-            end = start = _first(file, path)
-        except ConfigurationError:
-            return path.rename(path.with_name(f"{path.name}.damaged_{time.time_ns()}"))
-        for summary, after in _records(file, start, size):
-            if summary.step > step:
-                break
-            end = after
-        if end < size:
-            file.seek(end)
-            with path.with_name(f"{path.name}.superseded").open("ab") as aside:
-                aside.write((b"" if aside.tell() else _header()) + file.read())
-                aside.flush()
-                os.fsync(aside.fileno())
-            file.truncate(end)
-    return None
+def cut_after(folder: Path, step: int) -> None:
+    """Move the files of later steps to `<folder>.superseded`; 0: all of them."""
+    aside = folder.with_name(f"{folder.name}.superseded")
+    for number, file in files_in(folder).items():
+        if number > step:
+            aside.mkdir(exist_ok=True)
+            file.rename(aside / f"{file.stem}_{time.time_ns()}.parquet")
 
 
-def record_of(response: KeptResponse) -> bytes:
-    """Return the record of a response."""
-    parts, directory = [], []
-
-    def add(name: str, part: bytes, count: int) -> None:
-        directory.append([name, count, len(part)])
-        parts.append(part)
-
-    for name, dtype in ARRAYS.items():
-        if (values := getattr(response, name)) is not None:
-            add(name, packed(np.ascontiguousarray(values, dtype=dtype)), len(values))
-    if response.pieces is not None:
-        words = [word_bytes(response.pieces[token]) for token in np.unique(response.token_ids).tolist()]
-        prompt = utf8(response.prompt_text or "", LONGEST_TEXT * len(response.prompt_ids))
-        for name, text in (("pieces", b"".join(words)), ("piece_bytes", bytes(map(len, words))), ("prompt", prompt)):
-            add(name, packed(np.frombuffer(text, "u1")), len(text))
-    meta = {"estimator": dict(response.estimator_settings), "behind": response.behind, "parts": directory}
-    text = json.dumps(meta).encode()
-    body = b"".join((_CRC.pack(len(text)), text, *parts))
-    identity = utf8(response.identity, LONGEST_IDENTITY)
-    length = _HEAD.size + len(identity) + _CRC.size + len(body)
-    head = _HEAD.pack(
-        _RECORD, length, zlib.crc32(body), response.step, REASONS.index(response.reason), response.length,
-        np.nan if response.reward is None else response.reward, response.log_weight, response.largest_gap,
-        response.lost, response.damage, response.turns, -1 if response.version is None else response.version,
-        len(identity),
-    )  # fmt: skip
-    return b"".join((head, identity, _CRC.pack(zlib.crc32(head + identity)), body))
+def cut_text(text: str, most: int = LONGEST_TEXT) -> str:
+    """Return at most so many bytes of a text in UTF-8, whole characters."""
+    return text.encode("utf-8", "replace")[:most].decode("utf-8", "ignore")
 
 
-def _header() -> bytes:
-    """Return the first bytes of a file."""
-    about = {"version": VERSION, "arrays": ARRAYS, "decisions": DECISIONS, "reasons": REASONS, "head": _HEAD.format}
-    text = json.dumps(about).encode()
-    return _MAGIC + _CRC.pack(len(text)) + text
-
-
-def _first(file: BinaryIO, path: Path) -> int:
-    """Return where the first record begins."""
-    begin = file.read(len(_MAGIC) + _CRC.size)
-    length = int.from_bytes(begin[len(_MAGIC) :], "little")
-    text = file.read(min(length, _LONGEST_HEADER))
-    version = re.fullmatch(rb'\{"version": (\d+)\b.*\}', text, re.DOTALL)
-    if not begin.startswith(_MAGIC) or len(text) < length or version is None:
-        problem = "it is no file of kept tokens, or its header is damaged"
-        raise _refused(path, problem, "Set mismatch.keep_tokens for a run to keep some.")
-    if int(version[1]) != VERSION:
-        raise _refused(path, f"its version is {int(version[1])}", "Read it with the verl-precision that wrote it.")
-    return file.tell()
-
-
-def _records(file: BinaryIO, start: int, size: int) -> Iterator[tuple[KeptSummary, int]]:
-    """Yield the summary of each whole record, and where the record ends."""
-    while start + _HEAD.size + _CRC.size <= size:
-        file.seek(start)
-        head = file.read(_HEAD.size)
-        magic, length, _, step, reason, tokens, reward, *numbers, identity_length = _HEAD.unpack(head)
-        rest = file.read(identity_length + _CRC.size)
-        identity, crc = rest[:identity_length], rest[identity_length:]
-        shortest = _HEAD.size + len(rest)
-        if magic != _RECORD or not shortest <= length <= size - start or crc != _CRC.pack(zlib.crc32(head + identity)):
-            return
-        log_weight, gap, lost, damage, turns, version = numbers
-        summary = KeptSummary(
-            step=step, offset=start, identity=identity.decode("utf-8", "replace"), reason=REASONS[reason],
-            length=tokens, reward=None if np.isnan(reward) else reward, log_weight=log_weight, largest_gap=gap,
-            lost=lost, damage=damage, turns=turns, version=None if version < 0 else version,
-        )  # fmt: skip
-        start += length
-        yield summary, start
-
-
-def _with_body(summary: KeptSummary, body: bytes) -> KeptResponse:
-    (length,) = _CRC.unpack(body[: _CRC.size])
-    at = _CRC.size + length
-    meta = json.loads(body[_CRC.size : at])
-    found: dict[str, Any] = {"shadow_log_probs": None}
-    for name, count, size in meta["parts"]:
-        found[name] = unpacked(body[at : at + size], np.dtype(ARRAYS.get(name, "u1")), count)
-        at += size
-    pieces = prompt = None
-    if "pieces" in found:
-        text, lengths, prompt = (found.pop(name).tobytes() for name in ("pieces", "piece_bytes", "prompt"))
-        ends = list(itertools.accumulate(lengths))
-        words = [text[end - size : end].decode() for end, size in zip(ends, lengths, strict=True)]
-        pieces = dict(zip(np.unique(found["token_ids"]).tolist(), words, strict=True))
-        prompt = prompt.decode()
-    return KeptResponse(
-        **vars(summary), **found, behind=meta["behind"], estimator=meta["estimator"]["name"],
-        estimator_settings=meta["estimator"], prompt_text=prompt, pieces=pieces,
-    )  # fmt: skip
-
-
-def _refused(path: Path, problem: str, remedy: str) -> ConfigurationError:
-    return ConfigurationError(problem, setting="KEPT_TOKENS", value=str(path), remedy=remedy)
+def _refused(folder: Path, problem: str, remedy: str) -> ConfigurationError:
+    return ConfigurationError(problem, setting="KEPT_TOKENS", value=str(folder), remedy=remedy)

@@ -1,13 +1,13 @@
-"""Keeps the tokens of a few responses of each step beside the metrics file, for `watch`, `report` and `explain --run`.
+"""The trainer callback that keeps the tokens of a few responses of each step, for `watch`, `report`, `explain --run`.
 
-Which responses: `mismatch/candidates.py`. The file: `kept_file.py`. Log-probs of the trainer are those that the
+Which responses: `mismatch/candidates.py`. The files: `kept_file.py`. Log-probs of the trainer are those that the
 measurement has: verl's old ones, or, in bypass mode and with `ratio_source=shadow`, those of the first mini-batch of
 the update, from the worker.
 """
 
 import logging
 import shutil
-from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,20 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from verl_precision.integration.trainer.batch_fields import fetch_rows, kept
-from verl_precision.integration.trainer.kept_files import metrics_path
+from verl_precision.integration.trainer.batch_fields import fetch_rows, real_rows
+from verl_precision.integration.trainer.logger_tables import log_table
+from verl_precision.integration.trainer.metrics_file import metrics_path
 from verl_precision.losses import settings as limits
 from verl_precision.losses.clipping import clip_range
 from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
 from verl_precision.mismatch.candidates import Candidate, lot_of
-from verl_precision.mismatch.settings import MismatchSettings
 from verl_precision.mismatch.turns import turns_of
-from verl_precision.tools.kept_tokens import kept_file as kept_tokens
+from verl_precision.tools.kept_tokens import kept_file
 from verl_precision.tools.kept_tokens.decisions import LOST, Estimator, Tokens, decide
-from verl_precision.tools.kept_tokens.kept_file import KeptResponse
+from verl_precision.tools.kept_tokens.kept_file import KeptResponse, KeptSummary
 
+KEPT_TABLE = "mismatch/kept_responses"
+KEPT_COLUMNS = [each.name for each in fields(KeptSummary) if each.name != "offset"]  # no place in a folder
 _LARGEST_GAP = 60.0  # nats; a larger one counts as this in the damage
 
 logger = logging.getLogger("verl_precision.mismatch")
@@ -35,62 +37,62 @@ logger = logging.getLogger("verl_precision.mismatch")
 class TokenRecorder:
     """Writes one run's kept tokens."""
 
-    def __init__(self, config: DictConfig, settings: MismatchSettings) -> None:
-        """Read what decides where and how much is written; no file is touched before `begin`."""
-        trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    def __init__(self, trainer: Any) -> None:
+        """Read what decides where and how much is written; no file is touched before `fit`."""
+        self._trainer, config = trainer, trainer.config
+        settings, rollout = trainer.monitor.settings, config.actor_rollout_ref.rollout
         self.estimator, self._text = estimator_of(config), settings.keep_text
-        self.path = Path(trainer.default_local_dir) / kept_tokens.FILE
-        if "file" in trainer.logger:
-            self.path = kept_tokens.beside(metrics_path(trainer.project_name, trainer.experiment_name))
-        actor = config.actor_rollout_ref.actor
-        self.most = kept_tokens.largest_step(
-            settings.keep_tokens, int(rollout.prompt_length), int(rollout.response_length), settings.keep_text,
-            self.estimator.settings(), bool(OmegaConf.select(actor, "fsdp_config.shadow.every_n_steps")),
-        )  # fmt: skip
-        self._keep = settings.keep_tokens
-        self._masks: dict[str, Tensor] = {}
-        self._pieces: dict[int, str] = {}
+        self.path = Path(config.trainer.default_local_dir) / kept_file.FOLDER
+        if "file" in config.trainer.logger:
+            self.path = kept_file.beside(metrics_path(config.trainer.project_name, config.trainer.experiment_name))
+        shadow = bool(OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.shadow.every_n_steps"))
+        lengths = int(rollout.prompt_length), int(rollout.response_length)
+        self.most = kept_file.largest_step(settings.keep_tokens, *lengths, settings.keep_text, shadow)
+        self._words: dict[int, str] = {}
 
-    def begin(self, step: int) -> None:
-        """Cut off what is of steps after a checkpoint's (0: from scratch), as the metrics file does."""
+    def fit(self, proceed, *args, **kwargs):
+        """Move aside what is of steps after a checkpoint's (0: from scratch), as the metrics file does."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if damaged := kept_tokens.cut_after(self.path, step):
-            logger.warning("%s did not begin as kept tokens of this version do: it is now %s", self.path, damaged)
+        kept_file.cut_after(self.path, self._trainer.global_steps)
+        keep, free = self._trainer.monitor.settings.keep_tokens, shutil.disk_usage(self.path.parent).free
         text = "mismatch.keep_tokens=%d: at most %.2f MB a step in %s"
-        logger.warning(text, self._keep, self.most / 1e6, self.path)
-        free = shutil.disk_usage(self.path.parent).free
+        logger.warning(text, keep, self.most / 1e6, self.path)
         if free < 1000 * self.most:
-            logger.warning(
-                "the disk of %s has %.1f GB left, room for %d such steps", self.path, free / 1e9, free // self.most
-            )
+            text = "the disk of %s has %.1f GB left, room for %d such steps"
+            logger.warning(text, self.path, free / 1e9, free // self.most)
+        proceed(*args, **kwargs)
 
-    def remember_mask(self, batch: Any, mask: Tensor) -> None:
-        """Keep an update's mask, nested, as it is before verl's rejection."""
-        self._masks |= dict(zip(kept(batch)[0], mask.bool().unbind(), strict=True))
+    def _compute_metrics(
+        self, proceed: Any, batch: Any, metrics: Any, *args: Any, global_steps: int, **more: Any
+    ) -> None:
+        """Write the step before it is judged: an alarm may end the run."""
+        with self._trainer.monitor.guarded():
+            responses = self.write(batch, global_steps)
+            rows = [{name: getattr(response, name) for name in KEPT_COLUMNS} for response in responses]
+            log_table(self._trainer.logger, KEPT_TABLE, rows, global_steps)
+        proceed(batch, metrics, *args, global_steps=global_steps, **more)
 
-    def write(
-        self, batch: Any, step: int, chosen: Sequence[tuple[Candidate, str]], tokenizer: Any
-    ) -> list[KeptResponse]:
-        """Append and return the chosen responses; `batch` has keys and tags of all that the updates were made of."""
-        masks, self._masks = self._masks, {}
-        if not chosen:
+    def write(self, batch: Any, step: int) -> list[KeptResponse]:
+        """Write and return the chosen responses; `batch` has keys and tags of all that the updates were made of."""
+        candidates, masks = self._trainer.monitor.take_candidates()
+        if not (chosen := candidates.chosen()):
             return []
-        of_lot = {lot_of(step, key): (key, tag) for key, tag in zip(*kept(batch), strict=True)}
+        of_lot = {lot_of(step, key): (key, tag) for key, tag in zip(*real_rows(batch), strict=True)}
         known = [(one, reason, *of_lot[one.lot]) for one, reason in chosen]
-        fields = ["prompts", "responses", "response_mask", "rollout_log_probs", "advantages", "rm_scores"]
+        names = ["prompts", "responses", "response_mask", "rollout_log_probs", "advantages", "rm_scores"]
         if self.estimator.level is not None:
-            fields.append("rollout_is_weights")
-        rows = fetch_rows([key for _, _, key, _ in known], batch.partition_id, *fields)
+            names.append("rollout_is_weights")
+        rows = fetch_rows([key for _, _, key, _ in known], batch.partition_id, *names)
         responses = [
-            self._response(step, *each, {name: rows[name][row] for name in fields}, masks.get(each[2]), tokenizer)
+            self._response(step, *each, {name: rows[name][row] for name in names}, masks.get(each[2]))
             for row, each in enumerate(known)
         ]
-        kept_tokens.append(self.path, responses)
+        kept_file.append(self.path, responses)
         return responses
 
     def _response(
         self, step: int, one: Candidate, reason: str, key: str, tag: dict[str, Any], row: dict[str, Tensor],
-        before: Tensor | None, tokenizer: Any,
+        before: Tensor | None,
     ) -> KeptResponse:  # fmt: skip
         left = row["response_mask"].bool()
         mask = left if before is None else before
@@ -105,6 +107,10 @@ class TokenRecorder:
         ratio = np.expm1(np.clip(one.log_probs.numpy() - rollout.numpy(), None, _LARGEST_GAP), dtype=np.float64)
         moved = (np.abs(decided.slopes - advantage) + np.abs(advantage * ratio))[ours]
         turn, prompt, response = turns_of(mask), row["prompts"], row["responses"]
+        text = pieces = None
+        if self._text:
+            decoded = self._trainer.tokenizer.decode(prompt.tolist())
+            text, pieces = kept_file.cut_text(decoded, kept_file.LONGEST_TEXT * len(prompt)), self._pieces(response)
         return KeptResponse(
             step=step, identity=key, reason=reason, length=len(response), reward=float(row["rm_scores"].double().sum()),
             log_weight=one.log_weight, largest_gap=one.largest_gap, lost=int(np.isin(decided.codes, LOST).sum()),
@@ -114,17 +120,16 @@ class TokenRecorder:
             shadow_log_probs=None if one.shadow_log_probs is None else one.shadow_log_probs.numpy(),
             advantages=advantage, weights=factors, mask=ours, turn=turn.numpy(), decisions=decided.codes, behind=behind,
             estimator=self.estimator.name, estimator_settings=self.estimator.settings(),
-            prompt_text=tokenizer.decode(prompt.tolist()) if self._text else None,
-            pieces=self._texts(response, tokenizer) if self._text else None,
+            prompt_text=text, pieces=pieces,
         )  # fmt: skip
 
-    def _texts(self, response: Tensor, tokenizer: Any) -> dict[int, str]:
+    def _pieces(self, response: Tensor) -> dict[int, str]:
         """Return token id -> its text; a token of some bytes of a character has U+FFFD."""
         used = np.unique(response.numpy()).tolist()
         for token in used:
-            if token not in self._pieces:
-                self._pieces[token] = tokenizer.decode([token])
-        return {token: self._pieces[token] for token in used}
+            if token not in self._words:
+                self._words[token] = kept_file.cut_text(self._trainer.tokenizer.decode([token]))
+        return {token: self._words[token] for token in used}
 
 
 def estimator_of(config: DictConfig) -> Estimator:

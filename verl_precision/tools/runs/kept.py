@@ -4,17 +4,18 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl_precision.base.errors import ConfigurationError, fault_of_error
 from verl_precision.tools.kept_tokens.kept_file import (
     DECISIONS,
-    FILE,
+    FOLDER,
     KeptResponse,
     KeptSummary,
     beside,
-    index_of,
+    files_in,
     response_at,
+    summaries_in,
 )
 from verl_precision.tools.runs.contents import JsonNumber, json_number
 
@@ -25,48 +26,69 @@ ORDERS = {
 }
 
 
+class _Read(NamedTuple):
+    """What was read of a file, and when it was written, with its size."""
+
+    written: tuple[int, int]
+    found: list[KeptSummary]
+    problem: str = ""  # why it cannot be read, in words
+
+
 class KeptList:
     """The responses that a run has kept so far."""
 
     def __init__(self, source: Path) -> None:
         """Take the run's metrics, or the folder of them."""
-        folder = os.path.isdir(source)
-        own = source / FILE if folder else beside(source)
-        self.path = own if folder or source.suffix == ".jsonl" or os.path.exists(own) else source.with_name(FILE)
-        self.problem = ""  # why the file cannot be read, in words
+        is_folder = os.path.isdir(source)
+        own = source / FOLDER if is_folder else beside(source)
+        is_own = is_folder or source.suffix == ".jsonl" or os.path.exists(own)
+        self.path = own if is_own else source.with_name(FOLDER)
         self._lock = threading.Lock()
-        self._found: list[KeptSummary] = []
-        self._next = 0
+        self._problem = ""  # why the folder cannot be read, in words
+        self._known: dict[Path, _Read] = {}
+
+    @property
+    def problem(self) -> str:
+        """Return why something cannot be read, in words."""
+        return self._problem or next((read.problem for read in self._known.values() if read.problem), "")
 
     @property
     def count(self) -> int | None:
-        """Return the number of responses; None where no file is."""
-        return len(self._found) if self._next or self.problem else None
+        """Return the number of responses; None where none were kept."""
+        return len(self._found()) if self._known or self._problem else None
+
+    def _found(self) -> list[KeptSummary]:
+        return [each for read in self._known.values() for each in read.found]
 
     def read_on(self) -> bool:
-        """Read the records that are new; return whether there are any."""
+        """Read the files that are new; return whether there are any, or fewer."""
         with self._lock:
-            before = self._next, self.problem
+            before, self._problem = (self._known, self._problem), ""
             try:
-                new, end = index_of(self.path, self._next)
-                anew = end < self._next or (new and self._found and new[0].step <= self._found[-1].step)
-                if anew:
-                    self._found, (new, end) = [], index_of(self.path)
-                self._found += new
-                self._next, self.problem = end, ""
-            except FileNotFoundError:
-                self._found, self._next, self.problem = [], 0, ""
-            except (ConfigurationError, OSError) as error:
-                self._found, self._next, self.problem = [], 0, fault_of_error(error)
-            return before != (self._next, self.problem)
+                looked = {file: self._look(file) for file in files_in(self.path).values()}
+                self._known = {file: found for file, found in looked.items() if found is not None}
+            except ConfigurationError as error:
+                self._known, self._problem = {}, fault_of_error(error)
+            return before != (self._known, self._problem)
+
+    def _look(self, file: Path) -> _Read | None:
+        try:
+            found = file.stat()
+            written = found.st_mtime_ns, found.st_size
+            if file in self._known and self._known[file].written == written:
+                return self._known[file]
+            return _Read(written, summaries_in(file))
+        except FileNotFoundError:  # a resume has just moved it away
+            return None
+        except (ConfigurationError, OSError) as error:
+            return _Read((0, 0), [], fault_of_error(error))
 
     def listed(self, step: int | None, order: str, start: int) -> dict[str, Any]:
         """Return so many responses as a list shows, of a step or of all.
 
         Where nothing was kept at the step, it is the nearest at which something was.
         """
-        with self._lock:
-            found = list(self._found)
+        found = self._found()
         if (wanted := step) is not None and found:
             step = min((each.step for each in found), key=lambda kept: (abs(kept - wanted), kept))
             found = [each for each in found if each.step == step]
@@ -75,9 +97,8 @@ class KeptList:
         return {"step": step, "count": len(found), "start": start, "rows": rows, "problem": self.problem}
 
     def response(self, offset: int) -> KeptResponse | None:
-        """Return the response of a record; None where none of this run begins there."""
-        with self._lock:
-            known = any(each.offset == offset for each in self._found)
+        """Return the response of a place; None where this run has none there."""
+        known = any(each.offset == offset for each in self._found())
         return response_at(self.path, offset) if known else None
 
 

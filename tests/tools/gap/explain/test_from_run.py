@@ -183,12 +183,12 @@ def test_a_run_folder(run_folder, typed):
 
 def test_the_tokens_that_a_run_kept_are_computed_again(run_folder, typed):
     """Those of the model's own weights; later ones need the weights of their step."""
-    path = run_folder / "kept_tokens.bin"
+    path = run_folder / "kept_tokens"
     append(path, [response(1, version=0), response(2, version=1), response(3, version=2)])
     _, said = typed("explain", "--run", run_folder)
     assert f"--packed --micro-batch-tokens 256 --tokens {path} --step 1" in said and "--prompts" not in said
     assert "Kept tokens of steps 2 to 3 were sampled with later weights" in said
-    path.unlink()
+    shutil.rmtree(path)
     append(path, [response(2, version=1)])
     _, said = typed("explain", "--run", run_folder)
     assert "--tokens" not in said and "--prompts prompts.jsonl" in said and "steps 2 to 2 were sampled" in said

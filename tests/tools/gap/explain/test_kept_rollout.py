@@ -30,7 +30,7 @@ def kept(step: int = 1, seed: int = 0, **changes):
 @pytest.fixture
 def explain(tmp_path, made_up):
     def run(*responses, **changes):
-        file = tmp_path / "kept_tokens.bin"
+        file = tmp_path / "kept_tokens"
         if responses:
             append(file, responses)
         job = Explanation(output=tmp_path / "job", tokens=str(file), **changes)
@@ -83,7 +83,7 @@ def test_tool_output_has_nothing_to_compare_with(explain):
     ({"raw_log_probs": True, "temperature": 0.7, "prefix_caching": True}, "temperature"),
 ])  # fmt: skip
 def test_one_step_holds_all_that_was_special_about_the_drawing(settings, cause):
-    chain = variants(Explanation(tokens="kept_tokens.bin", **settings))
+    chain = variants(Explanation(tokens="kept_tokens", **settings))
     assert [one.draws for one in chain] == [True] + [False] * (len(chain) - 1)
     assert chain[1].cause == cause and chain[1].name == "prefill"
     scored = [one for one in variants(Explanation(**settings)) if not one.draws]
@@ -105,7 +105,7 @@ def test_tokens_of_another_vocabulary_are_refused(explain):
 
 
 def test_a_file_that_is_not_there_is_refused(explain):
-    with pytest.raises(ConfigurationError, match="--tokens .*there is no such file. Set mismatch.keep_tokens=4"):
+    with pytest.raises(ConfigurationError, match="--tokens .*there is no such folder. Set mismatch.keep_tokens=4"):
         explain()
 
 

@@ -128,7 +128,7 @@ def show_run(source: Path, console: Console) -> None:
         say("verl-precision explain --recipe RECIPE.yaml")
         return
     path = beside(run.path)
-    kept = index_of(path)[0] if path.is_file() else []
+    kept = index_of(path)
     if first := next((one.step for one in kept if not one.version), None):  # sampled with the weights of the model
         drawn = ("prompts", "prompt_field", "max_prompts")
         settings = {name: value for name, value in settings.items() if name not in drawn}

@@ -44,12 +44,12 @@ def kept_rollout(job: Explanation, model: Model) -> KeptRollout:
     """
     assert job.tokens is not None
     path = Path(job.tokens)
-    if not path.is_file():
-        raise _refused(job, "there is no such file", "Set mismatch.keep_tokens=4 for a run to keep some.")
-    summaries, _ = index_of(path)
+    if not path.is_dir():
+        raise _refused(job, "there is no such folder", "Set mismatch.keep_tokens=4 for a run to keep some.")
+    summaries = index_of(path)
     steps = list(dict.fromkeys(summary.step for summary in summaries))
     if not steps:
-        raise _refused(job, "there is no response in it", "Name another file.")
+        raise _refused(job, "there is no response in it", "Name another folder.")
     step = steps[0] if job.step is None else job.step
     if step not in steps:
         allowed = ", ".join(map(str, steps[:10])) + ", ..." * (len(steps) > 10)

@@ -34,7 +34,7 @@ class Explanation(PromptedJob):
         "--fp32-log-probs/--16-bit-log-probs", default=True, help="How the trainer takes log-probs."
     )
     fp32_output_head: bool = option(default=False, help="The trainer computes its logits in FP32.")
-    tokens: str | None = option(default=None, help="File of a run's kept tokens: score these, and draw none.")
+    tokens: str | None = option(default=None, help="Folder of a run's kept tokens: score these, and draw none.")
     step: int | None = option(default=None, help="Of --tokens: this step's, and not the first one's.", ge=1)
     exact: bool = option(default=False, help="Compare the engines in exact arithmetic, on a CPU, and not in FP32.")
 

@@ -16,12 +16,9 @@ logger = logging.getLogger("verl_precision.mismatch")
 
 
 def log_histograms(tracking: Any, histograms: Mapping[str, tuple[Any, Any]], step: int) -> None:
-    """Hand histograms, name -> (edges, counts), to those loggers in verl's `Tracking` that take them.
+    """Hand a step's histograms to those loggers in verl's `Tracking` that take them.
 
-    Args:
-        tracking: verl's `Tracking`.
-        histograms: By name, K + 1 edges (the outermost may be infinite) and K counts. One without counts is not shown.
-        step: The training step.
+    By name: K + 1 edges (the outermost may be infinite) and K counts. One without counts is not shown.
     """
     for name, histogram in histograms.items():
         edges, counts = _occupied(*(np.asarray(part, dtype=np.float64) for part in histogram))
@@ -32,11 +29,7 @@ def log_histograms(tracking: Any, histograms: Mapping[str, tuple[Any, Any]], ste
 def log_table(tracking: Any, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
     """Hand a step's rows of a table to those loggers in verl's `Tracking` that take them.
 
-    Args:
-        tracking: verl's `Tracking`.
-        name: Of the table; each step's rows are logged under it.
-        rows: Column -> number, text or None; all with the columns of the first. No rows: nothing is logged.
-        step: The training step.
+    Rows are column -> number, text or None; all with the columns of the first. No rows: nothing is logged.
     """
     if rows:
         _show(tracking, TABLES, name, list(rows[0]), [list(row.values()) for row in rows], step)
@@ -56,17 +49,10 @@ def _like_wandb(library: Any, name: str, edges: np.ndarray, counts: np.ndarray, 
 
 def _tensorboard_histogram(adapter: Any, name: str, edges: np.ndarray, counts: np.ndarray, step: int) -> None:
     centres = (edges[1:] + edges[:-1]) / 2
-    adapter.writer.add_histogram_raw(
-        name,
-        min=float(edges[0]),
-        max=float(edges[-1]),
-        num=float(counts.sum()),
-        sum=float((counts * centres).sum()),
-        sum_squares=float((counts * centres**2).sum()),
-        bucket_limits=edges[1:].tolist(),
-        bucket_counts=counts.tolist(),
-        global_step=step,
-    )
+    moments = {"num": counts.sum(), "sum": (counts * centres).sum(), "sum_squares": (counts * centres**2).sum()}
+    numbers = {key: float(value) for key, value in {"min": edges[0], "max": edges[-1], **moments}.items()}
+    bins = {"bucket_limits": edges[1:].tolist(), "bucket_counts": counts.tolist()}
+    adapter.writer.add_histogram_raw(name, **numbers, **bins, global_step=step)
 
 
 def _mlflow_histogram(_: Any, name: str, edges: np.ndarray, counts: np.ndarray, step: int) -> None:

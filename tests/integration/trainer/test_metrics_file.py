@@ -12,7 +12,7 @@ import verl  # noqa: F401 - loads the plugin
 from rubbish import FOREIGN
 from verl.utils.tracking import FileLogger, Tracking
 
-from verl_precision.integration.trainer import kept_files
+from verl_precision.integration.trainer import metrics_file
 from verl_precision.tools.runs.read import read_metrics
 
 Files = namedtuple("Files", "metrics pending superseded")
@@ -28,7 +28,7 @@ def files(tmp_path, monkeypatch) -> Files:
 
 def started(resumed_at: int | None) -> Tracking:
     """Open the logger as a start of a run does; None: under verl's own trainer."""
-    with nullcontext() if resumed_at is None else kept_files.series_goes_on(resumed_at):
+    with nullcontext() if resumed_at is None else metrics_file.series_goes_on(resumed_at):
         return Tracking("project", "run", ["file"])
 
 
@@ -83,12 +83,12 @@ def test_a_line_that_is_no_row_is_kept_aside_and_costs_no_other(files):
 
 def test_a_step_that_was_saved_and_not_logged_has_its_row_and_else_verls_counts(files):
     tracking = started(0)
-    kept_files.remember_row(tracking, 2, {"reward": 0.0})
+    metrics_file.remember_row(tracking, 2, {"reward": 0.0})
     train(tracking, range(1, 3), 1.0)
     tracking = started(2)
     assert series(files.metrics) == [(1, 1), (2, 1)]
     row = {"reward": 1.5, "seen": np.float32(3), "bad": math.nan, "name": "a word", "list": [1]}
-    kept_files.remember_row(tracking, 3, row)
+    metrics_file.remember_row(tracking, 3, row)
     train(started(3), range(4, 5), 2.0)
     rows = read_metrics(files.metrics)
     assert [(row["step"], row["reward"], row["seen"]) for row in rows] == [(1, 1, 1), (2, 1, 2), (3, 1.5, 3), (4, 2, 4)]
@@ -109,7 +109,7 @@ def test_a_start_that_is_killed_loses_nothing(files, monkeypatch):
     train(started(0), range(1, 5), 1.0)
     before = files.metrics.read_bytes()
     emptied = type("Emptied", (FileLogger,), {"fp": property(fset=Mock(side_effect=KeyboardInterrupt))})
-    with kept_files.series_goes_on(4), pytest.raises(KeyboardInterrupt):
+    with metrics_file.series_goes_on(4), pytest.raises(KeyboardInterrupt):
         emptied("project", "run")
     assert files.metrics.read_bytes() == b"" and files.pending.read_bytes() == before
     started(4)
@@ -127,27 +127,11 @@ def test_the_path_is_verls(tmp_path, monkeypatch):
 
 def test_nothing_is_left_over_after_a_good_end_and_other_loggers_are_left_alone(files):
     tracking = started(0)
-    kept_files.remember_row(tracking, 1, {"reward": 0.0})
+    metrics_file.remember_row(tracking, 1, {"reward": 0.0})
     assert json.loads(files.pending.read_text()) == {"step": 1, "data": {"reward": 0.0}}
-    kept_files.forget_row(tracking)
+    metrics_file.forget_row(tracking)
     assert not files.pending.exists()
     console = Tracking("project", "run", ["console"])
-    kept_files.remember_row(console, 1, {"reward": 0.0})
-    kept_files.forget_row(console)
+    metrics_file.remember_row(console, 1, {"reward": 0.0})
+    metrics_file.forget_row(console)
     assert not files.pending.exists()
-
-
-@pytest.fixture
-def checkpoints(tmp_path):
-    for step in (20, 40, 100):
-        (tmp_path / f"global_step_{step}" / "actor").mkdir(parents=True)
-    (tmp_path / "global_step_x").mkdir()
-    return tmp_path
-
-
-@pytest.mark.parametrize(("step", "kept"), [(41, 40), (40, 20), (1000, 100), (7, 20)])
-def test_the_newest_before_the_step_is_marked_once(checkpoints, step, kept):
-    assert kept_files.keep_checkpoint_before(step, checkpoints) == checkpoints / f"global_step_{kept}"
-    assert str(step) in (checkpoints / f"global_step_{kept}" / kept_files.MARK).read_text()
-    assert kept_files.keep_checkpoint_before(step, checkpoints) is None
-    assert kept_files.keep_checkpoint_before(step, checkpoints / "absent") is None

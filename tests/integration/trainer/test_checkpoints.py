@@ -9,8 +9,8 @@ from rubbish import FOREIGN
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager, find_latest_ckpt_path
 
 from verl_precision.base.errors import CheckpointStateError
-from verl_precision.integration.trainer import found_checkpoints
-from verl_precision.integration.trainer.found_checkpoints import TRACKER, adopt_earlier, is_complete, mend_tracker
+from verl_precision.integration.trainer import checkpoints
+from verl_precision.integration.trainer.checkpoints import TRACKER, adopt_earlier, is_complete, mend_tracker
 
 SHARDS = [f"{content}_world_size_2_rank_{rank}.pt" for content in ("model", "optim", "extra_state") for rank in (0, 1)]
 HALF = {
@@ -139,7 +139,7 @@ def saved(folder):
         manager.ensure_checkpoint_capacity(keep)
         save(folder, step)
         manager.register_checkpoint(actor, keep)
-        return [step for step, path in found_checkpoints.checkpoints_in(folder).items() if (path / "actor").exists()]
+        return [step for step, path in checkpoints.checkpoints_in(folder).items() if (path / "actor").exists()]
 
     return save_next
 
@@ -166,7 +166,15 @@ def test_the_checkpoint_that_a_run_goes_on_from_outlives_the_saving_of_the_next(
 
 
 def test_the_room_that_will_be_freed_is_counted(folder):
-    before = found_checkpoints.removable_bytes(folder)
+    before = checkpoints.removable_bytes(folder)
     size = sum(file.stat().st_size for file in (folder / "global_step_20").rglob("*.pt"))
     (folder / "global_step_20" / "KEEP").touch()
-    assert before - found_checkpoints.removable_bytes(folder) == size > 0
+    assert before - checkpoints.removable_bytes(folder) == size > 0
+
+
+@pytest.mark.parametrize(("step", "kept"), [(110, 100), (100, 20), (1000, 120), (7, 20)])
+def test_the_newest_before_the_step_is_marked_once(folder, step, kept):
+    assert checkpoints.keep_checkpoint_before(step, folder) == folder / f"global_step_{kept}"
+    assert str(step) in (folder / f"global_step_{kept}" / checkpoints.MARK).read_text()
+    assert checkpoints.keep_checkpoint_before(step, folder) is None
+    assert checkpoints.keep_checkpoint_before(step, folder / "absent") is None

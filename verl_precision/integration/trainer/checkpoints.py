@@ -7,6 +7,9 @@ begin from scratch. And each start of verl forgets the checkpoints of the former
 A checkpoint is complete where verl has written all of it: for each role (actor, critic) a file of each rank for each
 content that is loaded, then `data.pt`. All are ZIP archives of `torch.save`, whose directory stands at the end: half a
 file has none. In asynchronous modes the prompts under way follow in `transfer_queue`, which appears whole.
+
+verl keeps the newest `trainer.max_actor_ckpt_to_keep` checkpoints. When somebody reads an alarm, those may all be from
+after the reward fell. A file `KEEP` in a checkpoint's folder spares it.
 """
 
 import logging
@@ -23,15 +26,39 @@ from verl_precision.base.errors import CheckpointStateError
 from verl_precision.base.files import write_file
 from verl_precision.base.state import read_state
 from verl_precision.base.verl_config import FSDP, engines
-from verl_precision.integration.trainer.kept_files import MARK, STEP, checkpoints_in
 
 logger = logging.getLogger("verl_precision")
 
 LAST_FILE, QUEUE = "data.pt", "transfer_queue"
 TRACKER = "latest_checkpointed_iteration.txt"
+MARK = "KEEP"
+RESCUE_FILE = "rescue.yaml"  # in the folder of a run that was rescued, and in that of its rescue
+STEP = re.compile(r"global_step_(0|[1-9][0-9]*)\Z")
 _SHOWN = 80  # characters of a tracker; a step has fewer
 _SHARD = re.compile(r"(\w+)_world_size_(\d+)_rank_(\d+)\.pt$")
 _FILES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}  # of `checkpoint.load_contents`
+
+
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """Return a run's checkpoints by their steps, in their order."""
+    found = {int(name[1]): path for path in folder.glob("global_step_*") if (name := STEP.match(path.name))}
+    return dict(sorted(found.items()))
+
+
+def keep_checkpoint_before(step: int, folder: Path) -> Path | None:
+    """Mark a folder's newest checkpoint before the step with which trouble began; if all are later, the oldest.
+
+    Returns the checkpoint that is marked now, or None where there is none or it was marked before.
+    """
+    if not (found := checkpoints_in(folder)):
+        return None
+    checkpoint = found[max((number for number in found if number < step), default=min(found))]
+    mark = checkpoint / MARK
+    if mark.exists():
+        return None
+    write_file(mark, f"An alarm has its evidence from step {step} on. This checkpoint stays while this file is here.\n")
+    logger.warning("%s stays on the disk: it is the last checkpoint before the first sign of trouble", checkpoint)
+    return checkpoint
 
 
 def is_complete(checkpoint: Path, contents: Iterable[str] = tuple(_FILES), roles: Iterable[str] = ("actor",)) -> bool:

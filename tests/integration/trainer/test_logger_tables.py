@@ -16,7 +16,7 @@ from tensorboard import plugin_util
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from verl.utils.tracking import Tracking
 
-from verl_precision.integration.trainer.shown import HISTOGRAMS, MOST_BINS, TABLES, log_histograms, log_table
+from verl_precision.integration.trainer.logger_tables import HISTOGRAMS, MOST_BINS, TABLES, log_histograms, log_table
 from verl_precision.mismatch.alarm import MismatchAlarm
 from verl_precision.mismatch.histogram import gap_counts, gap_edges
 

@@ -1,18 +1,13 @@
-"""What a run keeps: verl's metrics file over all of its starts, and checkpoints that verl must not remove.
+"""verl's metrics file over all starts of a run.
 
 verl empties the file of `trainer.logger=[file]` at each start. Under the trainers of `trainers.py` it is one series:
 rows up to the checkpoint stay, and later ones, of steps that are done again, move to `<file>.superseded`. verl writes a
 step's row after its checkpoint; a run that is killed in between finds the row in `<file>.pending`.
-
-verl keeps the newest `trainer.max_actor_ckpt_to_keep` checkpoints. When somebody reads an alarm, those may all be from
-after the reward fell. A file `KEEP` in a checkpoint's folder spares it.
 """
 
 import json
-import logging
 import math
 import os
-import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -23,11 +18,7 @@ from typing import Any
 from verl_precision.base.files import write_file
 from verl_precision.integration.ledger import set_within, wrapping
 
-logger = logging.getLogger("verl_precision")
-
-MARK = "KEEP"
-STEP = re.compile(r"global_step_(0|[1-9][0-9]*)\Z")
-# The step of the checkpoint that the run goes on from; None: verl's own behaviour.
+# The step of the checkpoint that the run goes on from; None: verl's own behaviour. verl opens the file deep in `fit`.
 _resumed_at: ContextVar[int | None] = ContextVar("resumed_at", default=None)
 
 
@@ -42,9 +33,14 @@ def remember_row(loggers: Any, step: int, metrics: Mapping[str, Any]) -> None:
     Without a file logger in `loggers`, verl's `Tracking`, nothing happens.
     """
     if file := loggers.logger.get("file"):
-        numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, Real)}
-        data = {key: value if math.isfinite(value) else None for key, value in numbers.items()}  # as verl writes it
+        numbers = numbers_in(metrics).items()
+        data = {key: value if math.isfinite(value) else None for key, value in numbers}  # as verl writes it
         write_file(_pending(file), json.dumps({"step": step, "data": data}) + "\n", replace=True)
+
+
+def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return those of a step's metrics that are numbers."""
+    return {key: float(value) for key, value in metrics.items() if isinstance(value, Real)}
 
 
 def forget_row(loggers: Any) -> None:
@@ -104,25 +100,3 @@ def _pending(file: Any) -> Path:
 
 def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(f"{path.name}.{suffix}")
-
-
-def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """Return a run's checkpoints by their steps, in their order."""
-    found = {int(name[1]): path for path in folder.glob("global_step_*") if (name := STEP.match(path.name))}
-    return dict(sorted(found.items()))
-
-
-def keep_checkpoint_before(step: int, folder: Path) -> Path | None:
-    """Mark a folder's newest checkpoint before the step with which trouble began; if all are later, the oldest.
-
-    Returns the checkpoint that is marked now, or None where there is none or it was marked before.
-    """
-    if not (found := checkpoints_in(folder)):
-        return None
-    checkpoint = found[max((number for number in found if number < step), default=min(found))]
-    mark = checkpoint / MARK
-    if mark.exists():
-        return None
-    write_file(mark, f"An alarm has its evidence from step {step} on. This checkpoint stays while this file is here.\n")
-    logger.warning("%s stays on the disk: it is the last checkpoint before the first sign of trouble", checkpoint)
-    return checkpoint

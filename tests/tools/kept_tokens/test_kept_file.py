@@ -1,0 +1,218 @@
+"""The folder of kept tokens: nothing is lost or altered, damage is said, a resume cuts, the size is bounded."""
+
+import dataclasses
+import os
+import string
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kept_responses import response
+from pyarrow import parquet
+
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.mismatch.candidates import REASONS
+from verl_precision.tools.kept_tokens import kept_file
+from verl_precision.tools.kept_tokens.kept_file import (
+    LONGEST_TEXT,
+    KeptSummary,
+    append,
+    beside,
+    cut_after,
+    cut_text,
+    index_of,
+    largest_step,
+    response_at,
+)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "kept_tokens"
+
+
+def steps_in(path) -> list[int]:
+    return [summary.step for summary in index_of(path)]
+
+
+def same(one, other) -> bool:
+    """Whether two responses are equal, bit for bit, but for the offset."""
+    for field in dataclasses.fields(one):
+        mine, theirs = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(mine, np.ndarray):
+            if mine.dtype != theirs.dtype or mine.tobytes() != theirs.tobytes():
+                return False
+        elif field.name != "offset" and mine != theirs and not (mine != mine and theirs != theirs):
+            return False
+    return True
+
+
+FLOATS = st.floats(width=32)  # NaN, infinities and zeros of both signs among them
+WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=LONGEST_TEXT // 4)
+
+
+@st.composite
+def responses(draw, text, shadow):
+    tokens = draw(st.integers(0, 40))
+    arrays = ("rollout_log_probs", "log_probs", "shadow_log_probs", "advantages", "weights")
+    found = {name: np.array(draw(st.lists(FLOATS, min_size=tokens, max_size=tokens)), "f4") for name in arrays}
+    if not shadow:
+        found["shadow_log_probs"] = None
+    found["token_ids"] = np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=tokens, max_size=tokens)), "i4")
+    found["reward"] = draw(st.none() | st.floats(allow_nan=False))
+    found["version"] = draw(st.none() | st.integers(0, 2**40))
+    found |= {name: draw(st.floats()) for name in ("log_weight", "largest_gap", "damage")}
+    found["reason"] = draw(st.sampled_from(REASONS))
+    if text:
+        found["pieces"] = {token: draw(WORDS) for token in sorted(set(found["token_ids"].tolist()))}
+        found["prompt_text"] = draw(WORDS)
+    identity = draw(st.text(string.ascii_letters + "_é", max_size=60))
+    return response(draw(st.sampled_from([3, 2**40])), tokens, text, identity=identity, **found)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.booleans(), st.booleans())
+def test_everything_comes_back(tmp_path_factory, data, text, shadow):
+    """Texts of tokens that several responses of a step have are the same in all of them."""
+    path, kept = (
+        tmp_path_factory.mktemp("run") / "kept_tokens",
+        data.draw(st.lists(responses(text, shadow), max_size=4)),
+    )
+    kept.sort(key=lambda each: each.step)
+    words = {each.step: {} for each in kept}
+    for each in kept:
+        words[each.step] |= each.pieces or {}
+    if text:
+        kept = [dataclasses.replace(e, pieces={t: words[e.step][t] for t in e.pieces}) for e in kept]
+    append(path, kept)
+    summaries = index_of(path)
+    assert len(summaries) == len(kept)
+    for summary, original in zip(summaries, kept, strict=True):
+        again = response_at(path, summary.offset)
+        assert same(again, original)
+        assert same(KeptSummary(**{name: getattr(again, name) for name in vars(summary)}), summary)
+
+
+def test_pandas_opens_all_steps_with_a_text_for_each_token(path):
+    pandas = pytest.importorskip("pandas")
+    ids = np.array([7, 3, 7], "i4")
+    append(path, [response(1, tokens=3, token_ids=ids, pieces={3: "three", 7: "x"})])
+    append(path, [response(2)])
+    found = pandas.read_parquet(path)
+    assert found.step.tolist() == [1, 2] and found.texts[0].tolist() == ["x", "three", "x"]
+    assert response_at(path, index_of(path)[0].offset).texts == ["x", "three", "x"]
+
+
+def test_a_long_text_is_cut_at_a_whole_character():
+    assert cut_text("é" * 100) == "é" * 32 and cut_text("\ud800 x") == "? x" and cut_text("abc", 2) == "ab"
+
+
+@pytest.mark.parametrize(("text", "shadow", "tokens"), [(True, True, 1), (True, False, 2000), (False, True, 2000)])
+def test_no_step_is_larger_than_the_bound(path, text, shadow, tokens):
+    """Of noise, with the longest texts; and the bound is not idle."""
+    random = np.random.default_rng(2)
+    changes = {"identity": "i" * 300} | ({} if shadow else {"shadow_log_probs": None})
+
+    def kept(seed):
+        ids = np.random.default_rng(seed).permutation(2**20)[:tokens].astype("i4")
+        if text:
+            longest = ["".join(map(chr, random.integers(0x10000, 0x10FFFF, LONGEST_TEXT // 4))) for _ in range(tokens)]
+            changes.update(pieces=dict(zip(ids.tolist(), longest, strict=True)), prompt_text="".join(longest)[:48])
+        return response(tokens=tokens, text=text, token_ids=ids, seed=seed, **changes)
+
+    append(path, [kept(seed) for seed in range(4)])
+    size, most = (path / "step_1.parquet").stat().st_size, largest_step(4, 3, tokens, text, shadow)
+    assert size <= most and (tokens == 1 or size > 0.75 * most)
+
+
+def test_a_resume_moves_later_steps_aside_and_a_run_from_scratch_all(path):
+    cut_after(path, 0)
+    assert not path.exists()
+    for step in (1, 2, 3):
+        append(path, [response(step), response(step, seed=1)])
+    cut_after(path, 2)
+    aside = path.with_name("kept_tokens.superseded")
+    assert steps_in(path) == [1, 1, 2, 2] and len([*aside.iterdir()]) == 1
+    append(path, [response(3, seed=9)])
+    assert steps_in(path) == [1, 1, 2, 2, 3] and index_of(path)[-1].identity == "u9_0_0"
+    cut_after(path, 3)
+    assert steps_in(path) == [1, 1, 2, 2, 3], "nothing is later"
+    cut_after(path, 0)
+    assert steps_in(path) == [] and len(parquet.read_table(aside)) == 2 + 5, "what is superseded stays, twice as well"
+
+
+def test_a_run_that_is_killed_while_it_writes_leaves_whole_steps(path, monkeypatch):
+    append(path, [response(1)])
+    monkeypatch.setattr(kept_file.parquet, "write_table", lambda table, file, **_: file.write_bytes(b"PAR1") and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        append(path, [response(2)])
+    (path / ".1234.step_2.parquet").write_bytes(b"PAR1")  # of a process that could not clean up
+    assert steps_in(path) == [1] and len(parquet.read_table(path)) == 1
+
+
+def test_a_damaged_file_is_refused_by_name_or_says_the_same(path):
+    """Cut anywhere, and a bit of each part flipped: no reader raises another error, or shows another number."""
+    append(path, [response(1), response(1, seed=1)])
+    file = path / "step_1.parquet"
+    whole, before = file.read_bytes(), [response_at(path, summary.offset) for summary in index_of(path)]
+    damaged = [whole[:size] for size in range(0, len(whole), 97)]
+    damaged += [whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :] for at in range(0, len(whole), 53)]
+    refused = 0
+    for content in damaged:
+        file.write_bytes(content)
+        try:
+            found = [response_at(path, summary.offset) for summary in index_of(path)]
+        except ConfigurationError as error:
+            assert str(file) in str(error)
+            refused += 1
+        else:
+            assert all(map(same, found, before))
+    assert refused > 0.5 * len(damaged)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 4000, b"PAR1", b'{"step": 1}\n', bytes(range(256)) * 4])
+def test_what_is_no_parquet_is_refused(path, content):
+    path.mkdir()
+    (path / "step_1.parquet").write_bytes(content)
+    for read in (index_of, lambda path: response_at(path, 256)):
+        with pytest.raises(ConfigurationError, match=r"step_1\.parquet"):
+            read(path)
+
+
+def test_another_table_and_more_than_a_step_keeps_are_refused(path):
+    path.mkdir()
+    parquet.write_table(pa.table({"step": [1]}), path / "step_1.parquet")
+    with pytest.raises(ConfigurationError, match="no column"):
+        index_of(path)
+    parquet.write_table(pa.table({"step": [1] * 300}), path / "step_1.parquet")
+    with pytest.raises(ConfigurationError, match="300 responses"):
+        index_of(path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_regular_file_is_not_opened(path, make):
+    path.mkdir()
+    make(path / "step_1.parquet")
+    with pytest.raises(ConfigurationError, match="no regular file"):
+        index_of(path)
+
+
+def test_a_file_in_the_place_of_the_folder_and_a_response_that_is_gone_are_refused(path):
+    with pytest.raises(ConfigurationError, match="no response 256"):
+        response_at(path, 256)
+    path.touch()
+    for read in (index_of, lambda path: cut_after(path, 0)):
+        with pytest.raises(ConfigurationError, match="it is no folder of kept tokens"):
+            read(path)
+
+
+def test_it_stands_beside_the_metrics(tmp_path):
+    assert beside(tmp_path / "metrics.jsonl") == tmp_path / "kept_tokens"
+    assert beside(tmp_path / "run.jsonl") == tmp_path / "run.kept_tokens"
+
+
+def test_it_is_read_without_torch(run_python):
+    done = run_python("import sys; import verl_precision.tools.kept_tokens.kept_file; print('torch' in sys.modules)")
+    assert done.stdout.strip() == "False", done.stderr
