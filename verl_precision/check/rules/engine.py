@@ -6,7 +6,7 @@ from verl_precision.base.dtypes import short
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import FSDP, engines, rollout_dtype
 from verl_precision.check.rules.loss import weighs_responses
-from verl_precision.check.rules.rule import Environment, Faults, rule, told
+from verl_precision.check.rules.rule import Environment, Faults, fault_of_error, rule, told
 from verl_precision.engine.router_replay import FAMILIES
 from verl_precision.engine.settings import require_engine_settings
 
@@ -29,7 +29,7 @@ def engine_settings(config: DictConfig, environment: Environment) -> Faults:
             shadow = require_engine_settings(OmegaConf.to_container(block, resolve=True))  # type: ignore[arg-type]
         except ConfigurationError as error:
             error.setting = path + error.setting.removeprefix("fsdp_config")
-            yield error
+            yield fault_of_error(error)
             continue
         if shadow.enabled and path != ACTOR:
             switch = "ratio_source" if shadow.ratio_source == "shadow" else "every_n_steps"

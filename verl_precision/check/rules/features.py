@@ -81,4 +81,4 @@ def lost_features(config: DictConfig, environment: Environment) -> Faults:
         setting, without, severity = FEATURES[name]
         problem = f"{name} cannot be had: {'; '.join(f'{symbol} {wrong}' for symbol, wrong in lost.items())}"
         remedy = f"{REMEDY}, or do without: {without}."
-        yield Fault("", severity, setting, problem=problem, allowed="hosts as they were tested", remedy=remedy)
+        yield Fault(setting, problem, "hosts as they were tested", remedy, severity=severity)

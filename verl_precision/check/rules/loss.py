@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import DTYPES
 from verl_precision.base.verl_config import engines, rollout_dtype
-from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, as_fault, as_faults, rule, told
+from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, faults_raised_by, rule, told
 from verl_precision.losses import settings as limits
 from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
 from verl_precision.losses.rollout_weights import LEVELS
@@ -40,8 +41,8 @@ def normalizer_missing(config: DictConfig, environment: Environment) -> Faults:
     actor = config.actor_rollout_ref.actor
     ours = _loss(config) in POLICY_LOSSES or OmegaConf.select(config, "hydra.runtime.choices.estimator")
     if actor.loss_agg_mode == limits.NORM_MODE:
-        for error in as_faults(limits.require_normalizer, actor.get("loss_scale_factor")):
-            yield as_fault(error, severity="error" if ours else "warning")
+        for fault in faults_raised_by(limits.require_normalizer, actor.get("loss_scale_factor")):
+            yield replace(fault, severity="error" if ours else "warning")
 
 
 @rule("kl-twice", "warning")
@@ -141,7 +142,7 @@ def weight_threshold_misread(config: DictConfig, environment: Environment) -> Fa
         value, (setting, ours) = correction.get("rollout_is_threshold"), own[path]
         level = LEVELS.get(correction.get("rollout_is"))
         bounds = level.bounds if level else limits.require_threshold
-        said = list(as_faults(bounds, value, setting)) if ours else []
+        said = list(faults_raised_by(bounds, value, setting)) if ours else []
         yield from said
         bounds_ratio = bounds is limits.require_threshold and correction.get("rollout_is")
         if said or not bounds_ratio or not isinstance(value, int | float):
@@ -202,10 +203,10 @@ def clip_range(config: DictConfig, environment: Environment) -> Faults:
     """The clip range of a loss of this package, and its threshold of rejection."""
     if "clip_low" in _needs(config):
         actor = config.actor_rollout_ref.actor
-        yield from as_faults(limits.require_clip_range, actor.clip_ratio_low, actor.clip_ratio_high)
+        yield from faults_raised_by(limits.require_clip_range, actor.clip_ratio_low, actor.clip_ratio_high)
     if "rejection_threshold" in _needs(config):
         value = _loss_correction(config).get("rollout_rs_threshold")
-        yield from as_faults(limits.require_divergence, value, limits.REJECTION_THRESHOLD)
+        yield from faults_raised_by(limits.require_divergence, value, limits.REJECTION_THRESHOLD)
 
 
 @rule("loss-settings")
@@ -215,7 +216,7 @@ def loss_without_bypass(config: DictConfig, environment: Environment) -> Faults:
         return
     loss, bypass = _loss(config), _correction(config).get("bypass_mode", False)
     if bypass is True:  # a copy of the setting tells the worker whose log-probs it is given
-        yield from as_faults(limits.require_bypass, _loss_correction(config).get("bypass_mode"), loss)
+        yield from faults_raised_by(limits.require_bypass, _loss_correction(config).get("bypass_mode"), loss)
     else:
         yield told("loss-settings bypass", value=bypass, loss=loss, preset=loss.removeprefix("vp_"))
     if not config.trainer.get("use_v1", True):
@@ -235,7 +236,7 @@ def weights_not_applied(config: DictConfig, environment: Environment) -> Faults:
         yield told("loss-settings weights in bypass", weights=weights)
     if correction.get("rollout_rs") is not None:
         yield told("loss-settings rejection", weights=weights)
-    yield from as_faults(limits.require_plain_weights, correction.get("rollout_is_batch_normalize"), weights)
+    yield from faults_raised_by(limits.require_plain_weights, correction.get("rollout_is_batch_normalize"), weights)
 
 
 def _loss(config: DictConfig) -> str:

@@ -46,7 +46,8 @@ def preset_overruled(config: DictConfig, environment: Environment) -> Faults:
         word = "the command's word" if each.word.lstrip("+").startswith(f"{each.setting}=") else shown(each.word)
         problem = f"{word} wins over {each.preset}, which has {each.wanted}: {effect}"
         remedy = f"Leave out {shown(each.word)}, or add +presets=win.{MEANT}"
-        yield Fault("", severity, each.setting, each.value, problem, f"{each.wanted}, the preset's", remedy)
+        allowed = f"{each.wanted}, the preset's"
+        yield Fault(each.setting, problem, allowed, remedy, value=each.value, severity=severity)
 
 
 @rule(OF_PRESETS[1])
@@ -66,7 +67,8 @@ def distilled(config: DictConfig, environment: Environment) -> Faults:
         kind = f"the divergence {loss.get('loss_mode')} to a teacher"
     problem = f"verl trains {kind}, {'beside' if tasks else 'and not'} the loss of estimator={choice}"
     remedy = f"Leave out the distillation, or estimator={choice}.{MEANT}"
-    yield Fault("", "warning" if tasks and not gradient else "error", setting, None, problem, "False", remedy)
+    severity: Severity = "warning" if tasks and not gradient else "error"
+    yield Fault(setting, problem, "False", remedy, severity=severity)
 
 
 def one_for_a_cause(

@@ -76,4 +76,6 @@ def _unchecked(config: DictConfig, environment: Environment, missed: Sequence[tu
         if subjects := list(dict.fromkeys((*unknown.subjects, *asking))):
             value = OmegaConf.select(config, unknown.setting) if unknown.value is None else unknown.value
             problem = sentence(f"{unknown.why}. Not looked at: {', '.join(subjects)}")
-            yield Fault(unknown.name, "unchecked", unknown.setting, value, problem, remedy=unknown.remedy)
+            yield Fault(
+                unknown.setting, problem, "", unknown.remedy, value=value, severity="unchecked", name=unknown.name
+            )

@@ -20,7 +20,7 @@ from verl_precision.base.verl_config import (
     uses_adapter,
 )
 from verl_precision.base.versions import loads_adapters
-from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, rule, told, told_where
+from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, fault_of_error, rule, told, told_where
 from verl_precision.check.who_decides import USERS, speaker_of
 from verl_precision.engine.arithmetic_choice import IN_CONFIG
 from verl_precision.losses.registry import POLICY_LOSSES
@@ -100,7 +100,7 @@ def logprobs_missing(config: DictConfig, environment: Environment) -> Faults:
     measured = OmegaConf.select(config, "mismatch.enabled") is True
     mode = str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
     if reason := importance_ratios(config) or ("mismatch.enabled=True" if measured else None):
-        yield missing_log_probs(f"{reason} needs the rollout's log-probs")
+        yield fault_of_error(missing_log_probs(f"{reason} needs the rollout's log-probs"))
     elif mode.startswith("vp_"):
         yield told("logprobs-missing", severity="warning", mode=mode)
 

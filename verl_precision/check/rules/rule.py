@@ -9,7 +9,7 @@ Then plant the fault: one row of tests/check/rules/planted_faults.txt. Describe 
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
@@ -29,27 +29,27 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "unchecked")  # in the o
 class Fault:
     """One thing that is wrong with a composed config. What a rule leaves out is filled in."""
 
-    name: str = ""  # stable name, for machines and for searching docs/precision.md; left out: the rule's
-    severity: Severity | Literal[""] = ""  # left out: the rule's
     setting: str = ""  # full path of the setting
-    value: object = None  # its value; left out: the one in the config
     problem: str = ""  # what happens because of it
     allowed: str = ""  # values that work
     remedy: str = ""  # what to do; left out: "Set <setting>=<allowed>."
+    _: KW_ONLY
+    value: object = None  # its value; left out: the one in the config
+    severity: Severity | Literal[""] = ""  # left out: the rule's
+    name: str = ""  # stable name, for machines and for searching docs/precision.md; left out: the rule's
 
     def __str__(self) -> str:
         """Return one line for a log."""
         return f"{describe(self.problem, self.setting, self.value, self.allowed, self.remedy)} [{self.name}]"
 
 
-def as_fault(error: VerlPrecisionError, name: str = "", severity: Severity | Literal[""] = "") -> Fault:
+def fault_of_error(error: VerlPrecisionError, name: str = "", severity: Severity | Literal[""] = "") -> Fault:
     """Return a fault with the fields of an error."""
     fields = ("setting", "value", "problem", "allowed", "remedy")
-    return Fault(name, severity, **{field: getattr(error, field) for field in fields})
+    return Fault(name=name, severity=severity, **{field: getattr(error, field) for field in fields})
 
 
-Faults = Iterator[Fault | VerlPrecisionError]
-"""What a rule yields. An error with which another room refuses a value counts as a fault with the same texts."""
+Faults = Iterator[Fault]  # what a rule yields
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,6 @@ class Rule:
     def _faults(self, config: DictConfig, known: Asked) -> Iterator[Fault]:
         """Yield each fault, complete with the name and the value."""
         for found in self.look(config, known):
-            if isinstance(found, VerlPrecisionError):
-                found = as_fault(found)
             value = found.value
             if value is None and found.setting:
                 value = OmegaConf.select(config, found.setting)
@@ -210,12 +208,12 @@ def rule(name: str, severity: Severity = "error", of_machine: bool = False, abou
     return add
 
 
-def as_faults(require: Callable[..., object], *arguments: object) -> Iterator[VerlPrecisionError]:
-    """Yield the error with which a function of another room refuses these arguments; nothing if it accepts them."""
+def faults_raised_by(require: Callable[..., object], *arguments: object) -> Faults:
+    """Yield the fault of the error with which a function of another room refuses these; nothing if it accepts them."""
     try:
         require(*arguments)
     except VerlPrecisionError as error:
-        yield error
+        yield fault_of_error(error)
 
 
 @functools.cache

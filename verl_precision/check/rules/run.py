@@ -5,7 +5,7 @@ import re
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import ROLLOUT, engine_kwargs, engines
-from verl_precision.check.rules.rule import Environment, Faults, Machine, as_faults, rule, told
+from verl_precision.check.rules.rule import Environment, Faults, Machine, fault_of_error, faults_raised_by, rule, told
 from verl_precision.check.rules.tables import table
 from verl_precision.check.served_models import served_models, teaches
 from verl_precision.integration.trainer.saving import checkpoint_settings
@@ -30,22 +30,22 @@ def plugin_not_loaded(config: DictConfig, environment: Environment) -> Faults:
 @rule("verl-refuses")
 def verl_refuses(config: DictConfig, environment: Environment) -> Faults:
     """verl's own validators and registries say no: some before Ray starts, most in a worker."""
-    yield from environment.refusals
+    yield from map(fault_of_error, environment.refusals)
 
 
 @rule("setting-ignored", "warning")
 def misspelt_settings(config: DictConfig, environment: Environment) -> Faults:
     """Hydra adds any name that stands in a recipe or behind a +."""
-    yield from environment.misspelt
+    yield from map(fault_of_error, environment.misspelt)
 
 
 @rule("mismatch-settings")
 def measuring(config: DictConfig, environment: Environment) -> Faults:
     """The blocks `mismatch`, `weight_sync` and `checkpoint`."""
-    yield from as_faults(settings_of, config)
-    yield from as_faults(sync_settings, config)
-    yield from as_faults(canary_settings, config)
-    yield from as_faults(checkpoint_settings, config)
+    yield from faults_raised_by(settings_of, config)
+    yield from faults_raised_by(sync_settings, config)
+    yield from faults_raised_by(canary_settings, config)
+    yield from faults_raised_by(checkpoint_settings, config)
 
 
 def made_by_a_script(config: DictConfig) -> bool:
@@ -86,7 +86,7 @@ def model_overridden(config: DictConfig, environment: Environment) -> Faults:
 def tokenizer(config: DictConfig, environment: Environment) -> Faults:
     """verl builds prompts from single tokens; a tokenizer without them fails every prompt, minutes in."""
     if environment.tokenizer_problem is not None:
-        yield environment.tokenizer_problem
+        yield fault_of_error(environment.tokenizer_problem)
 
 
 @rule("chat-template-missing", "warning", about="the chat template")

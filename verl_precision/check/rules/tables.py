@@ -162,7 +162,7 @@ def _unlike(config: DictConfig, name: str, asked: str, remedy: str, place: str =
         if OmegaConf.select(config, place + setting) not in needed:
             allowed = ["null" if value is None else str(value) for value in needed]
             remedy_here = f"Set {place}{setting}={allowed[-1]}, {remedy}."
-            yield Fault("", "", place + setting, None, f"{asked} {differs}", " or ".join(allowed), remedy_here)
+            yield Fault(place + setting, f"{asked} {differs}", " or ".join(allowed), remedy_here)
 
 
 def _is_read(config: DictConfig, condition: list) -> bool:
