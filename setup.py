@@ -74,6 +74,7 @@ setup(
     entry_points={
         "verl.plugins": ["verl_precision = verl_precision.plugin"],
         "console_scripts": ["verl-precision = verl_precision.cli:app"],
+        "verl_precision.rules": ["arithmetic = verl_precision.tools.arithmetic.rules"],
     },
     classifiers=[
         "Development Status :: 4 - Beta",

@@ -46,7 +46,6 @@ COMPANIONS = {
     "sampling-masks": {"logprobs-missing", "setting-ignored"},  # verl's agent loop reads no penalty
     "loss-settings": {"value-unusual", "main-without-parts"},
     "main-lacks-part": {"main-without-parts"},
-    "not-repeatable": {"separate-async-transport", "value-out-of-range"},
     "normalizer-missing": {"loss-settings"},  # the preset's copy of bypass mode
     "not-exact": {
         "rollout-unverified",
@@ -55,7 +54,6 @@ COMPANIONS = {
         "rollout-contradicts-actor",
         "setting-ignored",
     },
-    "separate-async-transport": {"value-out-of-range"},  # it has no hosts either
     "adam-eps-underflow": {"half-master-weights"},
     "updates-below-grid": {"bypass-clips-mismatch"},
     "dtype-ignored": {"rollout-contradicts-actor"},
@@ -92,7 +90,6 @@ def delta_nets(kind: str) -> Environment:
 
 
 GPT_OSS, PACKED = Environment(model={"model_type": "gpt_oss"}), "model.use_remove_padding=True"
-A100, CASCADE = ("NVIDIA A100-SXM4-80GB",), "+rollout.engine_kwargs.vllm.disable_cascade_attn"
 KERNEL = "+rollout.engine_kwargs.vllm.moe_backend"
 EXPERTS = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 512, "num_attention_heads": 4}
 EXPERTS |= {"model_type": "qwen3_moe", "num_key_value_heads": 4, "intermediate_size": 64, "num_experts": 8}
@@ -176,12 +173,6 @@ ENVIRONMENTS = [
     ("not-exact", Environment("0.30.0", model={"model_type": "qwen3"}), "EXACT", False),
     ("not-exact", Environment(adapter={"r": 4, "use_dora": False, "bias": "none"}), "EXACT", False),
     *(("not-exact", Environment(adapter={x: True}), "EXACT", True) for x in ("lora_dropout", "use_dora", "lora_bias")),
-    ("cascade-attention", Environment("0.11.0", A100), "", True),
-    ("cascade-attention", Environment("0.28.0", A100), "", False),
-    ("cascade-attention", Environment("0.11.0", ("NVIDIA H100 80GB HBM3",)), "", False),
-    ("cascade-attention", Environment("0.11.0", A100), f"{CASCADE}=True", False),
-    ("cascade-attention", Environment("0.28.0", A100), f"{CASCADE}=False", True),
-    ("cascade-attention", Environment(None, A100), "", False),
     ("experts-kernel-bf16", Environment(gpus=("NVIDIA B200",), model=EXPERTS), "+precision=fp16", True),
     ("experts-kernel-bf16", Environment(gpus=("GB200",), model=EXPERTS), f"+precision=fp16 {KERNEL}=triton", False),
     ("experts-kernel-bf16", Environment(gpus=("NVIDIA B200",), model=EXPERTS), "+precision=bf16", False),
@@ -201,8 +192,7 @@ ENVIRONMENTS = [
     ("ray-resources-too-few", Environment(cores=2, ray_address="auto"), CPU, False),
     ("ray-resources-too-few", Environment(cores=64), "trainer.device=cpu", True),
     ("model-missing", here(model="file"), "", True),
-    ("math-verify-missing", here(math_verify=False), BOXED, True),
-    ("math-verify-missing", here(math_verify=False), "", False),
+    ("package-not-installed", here(missing_packages=frozenset(["math_verify"])), BOXED, True),
     ("package-not-installed", here(missing_packages=frozenset(["reasoning_gym"])), TASKS_REWARD, True),
     ("package-not-installed", here(missing_packages=frozenset(["reasoning_gym"])), BOXED, False),
     ("files-missing", here(missing_files=frozenset(["x.json"])), "data.val_files=x.json", True),
@@ -311,7 +301,7 @@ def test_planted_fault_is_found(row):
 def test_what_is_known_beyond_the_config_decides(name, environment, overrides, fault):
     assert found(overrides, environment) == [name] * fault
     (here,) = find_faults(composed(overrides), environment, this_machine=False) or [None]
-    of_config = ("cascade-attention", "experts-kernel-bf16", "dropout-in-update")
+    of_config = ("experts-kernel-bf16", "dropout-in-update")
     of_machine = (environment.machine is not None and name != "model-missing") or name in of_config
     assert here is None or here.severity == ("warning" if of_machine else "error")
 

@@ -12,15 +12,15 @@
     engine          the trainer's FSDP engine: its settings, the shadow, offloading, router replay
     attention       flash attention in FP32 or not installed, Ulysses without it
     rollout         log-probs, truncated sampling and its masks, the agent loop, what the installed vLLM does
-    layout          what is divided over GPUs and into micro-batches, what vLLM refuses
+    layout          what is divided over GPUs and into micro-batches
     memory          what a GPU has to hold; `gpu_memory` has the arithmetic
     checkpoints     how many are kept, the disk that holds them, resuming
     files           data, the reward function, folders, packages
-    tables          numbers and names of tables.yaml, settings that nothing reads, lengths
+    tables          numbers, names, settings that nothing reads, lengths, what has to repeat
     v1_trainer      what the V1 trainer does not do, though a setting asks for it
     adapters        adapters that are not wrapped, sent or served
-    belongings      LoRA's modules, the model's shape, the overlong buffer, dynamic sampling's metric
-    progress        nothing is trained, nothing is saved, or it is not read again
+    dependencies    LoRA's modules, the overlong buffer, dynamic sampling's metric
+    schedule        nothing is trained, nothing is saved, or it is not read again
     mains           verl's mains with a trainer of their own, and settings that another main reads
     cpu             a run on a CPU: its vLLM, memory, Ray's resources
 

@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl_precision.base.verl_config import FSDP, engines, lora_is_merged, lora_rank
-from verl_precision.check.rules.belongings import MODEL, matches_one
+from verl_precision.check.rules.dependencies import MODEL, matches_one
 from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
 
 # Input embeddings and output head, which one matrix may be.

@@ -60,7 +60,6 @@ class Machine:
     memory: int  # bytes of memory available
     shared_memory: int  # bytes free in /dev/shm
     flash_attention: bool = True  # whether flash-attn is installed
-    math_verify: bool = True  # whether math-verify is
     # what `actor_rollout_ref.model.path` is there
     model: Literal["model folder", "folder without config.json", "file", "nothing"] = "model folder"
     critic_missing: bool = False  # whether `critic.model.path` is no folder there
