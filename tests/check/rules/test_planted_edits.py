@@ -149,6 +149,15 @@ def witness_left_over(config) -> None:
     assert (gpus // size) * size < gpus  # create_device_mesh: (world_size // fsdp_size, fsdp_size)
 
 
+def witness_context(config) -> None:
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    described = SimpleNamespace(hf_config=SimpleNamespace(**model_config(config)))
+    server = SimpleNamespace(config=config.actor_rollout_ref.rollout, model_config=described)
+    with pytest.raises(ValueError, match="less than or equal to max_position_embeddings"):
+        vLLMHttpServer._validate_configs(server)
+
+
 def witness_bare_reward(config) -> None:
     reward, mask = torch.tensor([[0.0, 0.7]]), torch.ones(1, 2)
     estimate = get_adv_estimator_fn(config.algorithm.adv_estimator)

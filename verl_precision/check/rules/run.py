@@ -113,17 +113,22 @@ def chat_template(config: DictConfig, environment: Environment) -> Iterator[Faul
         yield Fault(setting, problem, "a template in Jinja", remedy)
 
 
-@rule("context-too-small")
+@rule("context-too-small", about="the length of the model's context")
 def context(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """verl shortens what it asks vLLM for until it fits into the context, and says nothing."""
+    """verl cuts what it asks vLLM for to the context, without a word; the model has to have the positions."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     engine = f"{ROLLOUT}.engine_kwargs.{config.actor_rollout_ref.rollout.name}"
     for place, node in ((ROLLOUT, config.actor_rollout_ref.rollout), (engine, engine_kwargs(config))):
-        if (length := node.get("max_model_len")) is not None and length < longest:
-            setting = f"{place}.max_model_len"
+        if not isinstance(length := node.get("max_model_len"), int):
+            continue
+        setting, positions = f"{place}.max_model_len", environment.model.get("max_position_embeddings")
+        if length < longest:
             problem = f"prompt and response take {longest}: verl would cut responses at the context, without a word"
             remedy = f"Set {setting}={longest}, or shorten the responses (data.max_response_length)."
             yield Fault(setting, problem, f"at least {longest}", remedy)
+        elif isinstance(positions, int) and length > positions:
+            problem = "the model has fewer positions (max_position_embeddings), and verl's server refuses to start"
+            yield Fault(setting, problem, f"at most {positions}", f"Correct {setting}, or leave it out.")
 
 
 @rule("group-of-one", "warning")
