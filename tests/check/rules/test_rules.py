@@ -36,6 +36,7 @@ from verl_precision.check.rules.gpu_memory import GIB, shape_of
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import RULES, Environment, Machine
 from verl_precision.check.rules.run import GROUP_ESTIMATORS
+from verl_precision.tools.arithmetic import rules as rules_of_arithmetic
 
 # A row: name, severity (error or warning), end of the setting's path, overrides as `composed` takes them.
 FAULTS = Path(__file__).with_name("planted_faults.txt").read_text()
@@ -307,6 +308,7 @@ def test_what_is_known_beyond_the_config_decides(name, environment, overrides, f
 
 
 def test_every_rule_has_a_row_here_and_in_the_docs(root):
+    assert rules_of_arithmetic.not_exact in RULES
     names = {rule.name for rule in RULES}
     assert names == {row[0] for row in (*ROWS, *ENVIRONMENTS, *EDITED, *TRIED)}
     table = (root / "docs" / "precision.md").read_text().partition("## Failure modes")[2]

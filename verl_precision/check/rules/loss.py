@@ -134,41 +134,33 @@ def _ignored_in_bypass(config: DictConfig) -> list[str]:
 
 
 @rule("threshold-misread")
-def weight_threshold_misread(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """`0.5_5` is a number to YAML: 0.55. So is `1e-9_3`: 1e-93."""
+def threshold_misread(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """`0.5_5` is a number to YAML: 0.55. So is `1e-9_3`: 1e-93. And one number below 1 is an empty k1 band."""
     # this package's losses and weights say it in their own words
     own = {
         LOSS_CORRECTION: (limits.THRESHOLD, "threshold" in _needs(config)),
         CORRECTION: (limits.WEIGHT_THRESHOLD, _correction(config).get("rollout_is") in LEVELS),
     }
     for path, correction in _corrections(config):
+        rejects, setting = correction.get("rollout_rs_threshold"), f"{path}.rollout_rs_threshold"
+        if "k1" in str(correction.get("rollout_rs")) and isinstance(rejects, int | float) and not rejects > 1:
+            problem = "a k1 band goes from its reciprocal up to it: all is rejected. YAML reads 0.5_5 as 0.55"
+            allowed = "a number > 1, or a band whose parts have a decimal point, as 0.5_2.0"
+            yield Fault(setting, problem, allowed, f"Set {setting}=2.0.")
         value, (setting, ours) = correction.get("rollout_is_threshold"), own[path]
         level = LEVELS.get(correction.get("rollout_is"))
         bounds = level.bounds if level else limits.require_threshold
         said = list(faults_raised_by(bounds, value, setting)) if ours else []
         yield from said
         bounds_ratio = bounds is limits.require_threshold and correction.get("rollout_is")
-        if said or not bounds_ratio or not isinstance(value, int | float):
+        if said or not bounds_ratio or not isinstance(value, int | float) or 1 <= value <= MAX_USUAL_THRESHOLD:
             continue
-        if value < 1 or value > MAX_USUAL_THRESHOLD:
-            effect = "would truncate weights of on-policy tokens (ratio 1)" if value < 1 else "hardly ever acts"
-            problem = f"it {effect}. YAML reads a band such as 0.5_5 as 0.55, 1e-9_3 as 1e-93 and 2_10 as 210"
-            allowed = f"a number in [1, {MAX_USUAL_THRESHOLD}], or a band with decimal points, as 0.5_5.0"
-            severity: Severity = "error" if value < 1 else "warning"
-            place = f"{path}.rollout_is_threshold"
-            yield Fault(place, problem, allowed, f"Set {place}=2.0, or the band as 0.5_5.0.", severity=severity)
-
-
-@rule("threshold-misread")
-def rejection_threshold_misread(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """One number below 1 is an empty k1 band."""
-    for path, correction in _corrections(config):
-        value = correction.get("rollout_rs_threshold")
-        if "k1" in str(correction.get("rollout_rs")) and isinstance(value, int | float) and not value > 1:
-            setting = f"{path}.rollout_rs_threshold"
-            problem = "a k1 band goes from its reciprocal up to it: all is rejected. YAML reads 0.5_5 as 0.55"
-            allowed = "a number > 1, or a band whose parts have a decimal point, as 0.5_2.0"
-            yield Fault(setting, problem, allowed, f"Set {setting}=2.0.")
+        effect = "would truncate weights of on-policy tokens (ratio 1)" if value < 1 else "hardly ever acts"
+        problem = f"it {effect}. YAML reads a band such as 0.5_5 as 0.55, 1e-9_3 as 1e-93 and 2_10 as 210"
+        allowed = f"a number in [1, {MAX_USUAL_THRESHOLD}], or a band as 0.5_5.0"
+        remedy = f"Set {path}.rollout_is_threshold=2.0, or the band as 0.5_5.0."
+        severity: Severity = "error" if value < 1 else "warning"
+        yield Fault(f"{path}.rollout_is_threshold", problem, allowed, remedy, severity=severity)
 
 
 @rule("k1-bounds-inverted")
@@ -210,24 +202,19 @@ def clip_ratio_c_ignored(config: DictConfig, environment: Environment) -> Iterat
 
 
 @rule("loss-settings")
-def clip_range(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """The clip range of a loss of this package, and its threshold of rejection."""
-    if "clip_low" in _needs(config):
+def loss_settings(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """The clip range of a loss of this package, its threshold of rejection, and the log-probs that it weighs by."""
+    needs, own, loss = _needs(config), _loss_correction(config), _loss(config)
+    if "clip_low" in needs:
         actor = config.actor_rollout_ref.actor
         yield from faults_raised_by(limits.require_clip_range, actor.clip_ratio_low, actor.clip_ratio_high)
-    if "rejection_threshold" in _needs(config):
-        value = _loss_correction(config).get("rollout_rs_threshold")
-        yield from faults_raised_by(limits.require_divergence, value, limits.REJECTION_THRESHOLD)
-
-
-@rule("loss-settings")
-def loss_without_bypass(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """A loss that weighs by the rollout's log-probs gets them in bypass mode of verl's V1 trainer only."""
-    if "rollout_log_probs" not in _needs(config):
+    if "rejection_threshold" in needs:
+        rejects = own.get("rollout_rs_threshold")
+        yield from faults_raised_by(limits.require_divergence, rejects, limits.REJECTION_THRESHOLD)
+    if "rollout_log_probs" not in needs:  # it gets them in bypass mode of verl's V1 trainer only
         return
-    loss, bypass = _loss(config), _correction(config).get("bypass_mode", False)
-    if bypass is True:  # a copy of the setting tells the worker whose log-probs it is given
-        yield from faults_raised_by(limits.require_bypass, _loss_correction(config).get("bypass_mode"), loss)
+    if (bypass := _correction(config).get("bypass_mode", False)) is True:  # a copy tells the worker whose they are
+        yield from faults_raised_by(limits.require_bypass, own.get("bypass_mode"), loss)
     else:
         problem = f"loss_mode={loss} weighs by the rollout's log-probs, and verl would recompute the old ones"
         remedy = f"Choose the preset estimator={loss.removeprefix('vp_')}, which sets it and its copy for the loss."

@@ -138,7 +138,7 @@ class Ignored(NamedTuple):
     value: object
     unless: bool = False  # whether this value alone has it read
     unsaid: bool = False  # whether nobody may have said so: who switches a thing off knows that its number is not read
-    instead: str = ""  # what is read
+    instead: str = ""  # what counts
 
 
 NORMALISED, BUFFERS = "seq-mean-token-sum-norm", f"{ACTOR}.fsdp_config.mixed_precision.buffer_dtype"
@@ -150,14 +150,14 @@ IGNORED = (
     Ignored(f"{ACTOR}.grad_clip", 1.0, V1, True, instead="actor.optim.clip_grad"),
     Ignored(f"{OPTIM}.min_lr_ratio", 0.0, f"{OPTIM}.lr_scheduler_type", "constant", unsaid=True),
     Ignored(BUFFERS, "fp32", STRATEGY, "fsdp2", instead="the buffers' own dtype"),
-    Ignored(f"{ACTOR}.fsdp_config.offload_policy", False, STRATEGY, "fsdp", instead="param_offload; fsdp2 reads it"),
+    Ignored(f"{ACTOR}.fsdp_config.offload_policy", False, STRATEGY, "fsdp", instead="param_offload"),
     Ignored(f"{MODEL}.lora_alpha", [16, 0], f"{MODEL}.lora_rank", 0, unsaid=True),
     Ignored(f"{MODEL}.target_modules", "all-linear", f"{MODEL}.lora_rank", 0, unsaid=True),
     Ignored(f"{MODEL}.lora.rank", 0, STRATEGY, "fsdp2", instead="model.lora_rank"),
     Ignored(f"{MODEL}.lora.alpha", 32, STRATEGY, "fsdp2", instead="model.lora_alpha"),
-    Ignored(f"{ROLLOUT}.repetition_penalty", 1.0, V1, True, instead="1.0, by verl's agent loop"),
+    Ignored(f"{ROLLOUT}.repetition_penalty", 1.0, V1, True, instead="1.0"),
     Ignored(f"{ROLLOUT}.do_sample", True, V1, True, instead="rollout.temperature"),
-    Ignored(f"{REWARD}.reward_kwargs", {}, f"{REWARD}.path", None, instead="nothing by verl's own rewards"),
+    Ignored(f"{REWARD}.reward_kwargs", {}, f"{REWARD}.path", None),
     Ignored("data.reward_fn_key", "data_source", V1, True, instead="the column data_source"),
     Ignored("algorithm.filter_groups.enable", False, "trainer.v1.sampler.custom_sampler.path", None, unless=True),
     Ignored("algorithm.lam", 1.0, "algorithm.adv_estimator", "gae", unless=True),
@@ -253,7 +253,7 @@ def ignored_settings(config: DictConfig, environment: Environment) -> Iterator[F
             continue
         if not row.unsaid or speaker != speaker_of(config, row.decider):
             problem = f"nothing reads it with {row.decider}={decides}"
-            problem += f", but {row.instead}" if row.instead else ""
+            problem += f"; {row.instead} counts" if row.instead else ""
             yield Fault(row.setting, problem, str(same[0]), "Remove it, or change what keeps it from being read.")
 
 
