@@ -74,6 +74,10 @@ setup(
     entry_points={
         "verl.plugins": ["verl_precision = verl_precision.plugin"],
         "console_scripts": ["verl-precision = verl_precision.cli:app"],
+        "verl_precision.rules": [
+            "actions = verl_precision.tools.actions.rules",
+            "rounding = verl_precision.tools.arithmetic.rounding_rules",
+        ],
     },
     classifiers=[
         "Development Status :: 4 - Beta",

@@ -5,6 +5,7 @@ import pkgutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import metadata
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -19,9 +20,8 @@ from verl_precision.check.rules.run import made_by_a_script
 for _module in pkgutil.iter_modules(rules.__path__, f"{rules.__name__}."):
     if _module.name != __name__:
         importlib.import_module(_module.name)
-# Whoever has imported which module before: what cannot work at all comes before what is wrong about it.
-FIRST = tuple(f"{rules.__name__}.{name}" for name in ("run", "tables"))
-RULES.sort(key=lambda rule: (not rule.look.__module__.startswith(FIRST), rule.look.__module__))
+for _point in metadata.entry_points(group="verl_precision.rules"):  # modules of what is installed beside the plugin
+    _point.load()
 
 # Of these rules of a machine: what was read in a file that is here holds wherever the run is.
 READ_IN_FILES = ("column-missing", "batch-exceeds-data", "epochs-end-first", "reward-function-missing")
