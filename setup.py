@@ -33,7 +33,6 @@ MATH = "math-verify[antlr4_9_3]>=0.8"
 # reasoning-gym has the questions and scorers of `data reasoning_gym`, which change between releases.
 TASKS = ["gguf==0.19.0", "reasoning-gym==0.1.25"]
 SHIPPED = {f"verl_precision.{name}": name for name in ("patches", "recipes", "requirements")}
-EXACT = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PRECISION_ARITHMETIC:exact"  # what the preset sets
 NUMBA = "numba>=0.61"  # mismatch/fused_kernel.py; vLLM brings it today, at a version of its own
 
 setup(
@@ -75,7 +74,11 @@ setup(
     entry_points={
         "verl.plugins": ["verl_precision = verl_precision.plugin"],
         "console_scripts": ["verl-precision = verl_precision.cli:app"],
-        "verl_precision.rules": [f"{EXACT} = verl_precision.tools.arithmetic.rules"],
+        "verl_precision.rules": [
+            "actions = verl_precision.tools.actions.rules",
+            "arithmetic = verl_precision.tools.arithmetic.rules",
+            "rounding = verl_precision.tools.arithmetic.rounding_rules",
+        ],
     },
     classifiers=[
         "Development Status :: 4 - Beta",

@@ -6,7 +6,7 @@ with this value alone.
 
 verl_precision.trainer  classes of trainer callbacks, by the run's config       integration/trainer
 verl_precision.engine   steps of an engine's build, by the engine's settings    integration/engine
-verl_precision.rules    modules of rules, by the config                         check/rules
+verl_precision.rules    modules of rules; each is always loaded                 check/rules
 """
 
 from collections.abc import Callable, Iterable
@@ -29,7 +29,7 @@ def features_asked_for(group: str, value_of: Callable[[str], object], promised: 
     """Return the objects of a group whose settings are in use, each once, in the order of their names.
 
     Args:
-        group: `trainer`, `engine` or `rules`.
+        group: `trainer` or `engine`.
         value_of: Returns the value of a setting, None where there is none.
         promised: Names that have to be installed if their setting is in use.
 

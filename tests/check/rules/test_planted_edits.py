@@ -18,6 +18,7 @@ import torch
 from composer import ROOT, compose_recipe
 from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
+from planted import in_full
 from transformers import AutoModelForCausalLM
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_kl_controller, kl_penalty
 from verl.trainer.ppo.reward import get_custom_reward_fn
@@ -74,10 +75,7 @@ def _at_root(monkeypatch):
 
 def composed(recipe: str, scale: str, edit: str):
     """Compose a recipe with an edit in a short form."""
-    text = re.sub(r"(?<!\S)(\+?)fsdp\.", r"\1actor.fsdp_config.", edit)
-    text = re.sub(r"(?<!\S)(\+?)(actor|rollout|ref|model)\.", r"\1actor_rollout_ref.\2.", text)
-    path = f"recipes/{recipe}/{recipe}.yaml"
-    return compose_recipe(path, f"scale={scale}", *text.split(), return_hydra_config=True)
+    return compose_recipe(f"recipes/{recipe}/{recipe}.yaml", f"scale={scale}", *in_full(edit), return_hydra_config=True)
 
 
 def environment(name: str, config) -> Environment:

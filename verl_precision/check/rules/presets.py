@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.check.rules.rule import SEVERITIES, Environment, Fault, Faults, Severity, rule
+from verl_precision.check.rules.rule import SEVERITIES, Environment, Fault, Severity, rule
 from verl_precision.check.winning_words import WIN, shown, winning_words, with_presets_winning
 
 NAME = "preset-overruled"
@@ -20,25 +20,23 @@ _EFFECTS: tuple[tuple[str, Severity, str], ...] = (
     (r"adv_estimator|norm_adv_by_std_in_grpo", "error", "another advantage is trained"),
     (r"worker_extension_cls|send_weight_manifest", "warning", "the weight-sync guard is off"),
     (r"fsdp(_config)?\._target_", "warning", "this package's engine is off, and with it the weight-sync guard"),
-    (r"use_kl_loss|use_kl_in_reward|kl_\w+", "warning", "the KL term is another one"),
-    (r"entropy_coeff", "warning", "the entropy term is another one"),
+    (r"use_kl_loss|use_kl_in_reward|kl_\w+|entropy_coeff", "warning", "the loss has another term"),
     (r"loss_agg_mode|loss_scale_factor", "warning", "tokens and responses are weighed otherwise"),
-    (r"clip_ratio\w*", "warning", "the loss clips elsewhere"),
-    (r"rollout_is_threshold|rollout_rs_threshold", "warning", "the loss has another bound"),
+    (r"clip_ratio\w*|rollout_is_threshold|rollout_rs_threshold", "warning", "the loss has another bound"),
     (r"\w*dtype", "warning", "this part computes in another dtype"),
     (r"\w+", "warning", "this part of the preset is not in force"),
 )
 
 
 @rule(NAME, "warning")
-def preset_overruled(config: DictConfig, environment: Environment) -> Faults:
+def preset_overruled(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Hydra lets words of the command win over presets, and says nothing of it."""
     wins = OmegaConf.select(config, WIN)
     found = [each for each in winning_words(config) if each.contradicts] if wins is not False else []
     if wins and found:  # they were not replaced
         problem = "Hydra's multirun has no moment at which presets could replace words of the command"
         remedy = f"Start the runs one by one, or leave out {' '.join(dict.fromkeys(each.word for each in found))}."
-        yield Fault(setting=WIN, severity="error", problem=problem, allowed="a single run", remedy=remedy)
+        yield Fault(WIN, problem, "a single run", remedy, severity="error")
         return
     for each in found:
         fits = ((how, what) for end, how, what in _EFFECTS if re.search(rf"(^|\.)({end})$", each.setting))
@@ -51,7 +49,7 @@ def preset_overruled(config: DictConfig, environment: Environment) -> Faults:
 
 
 @rule(OF_PRESETS[1])
-def distilled(config: DictConfig, environment: Environment) -> Faults:
+def distilled(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Distillation puts a loss of its own in place of the estimator's, or beside it."""
     choice = OmegaConf.select(config, "hydra.runtime.choices.estimator")
     distillation = config.get("distillation") or {}
@@ -59,12 +57,10 @@ def distilled(config: DictConfig, environment: Environment) -> Faults:
     tasks, gradient = loss.get("use_task_rewards", True), loss.get("use_policy_gradient", False)
     if not choice or not distillation.get("enabled") or OmegaConf.select(config, WIN) is False:
         return
-    setting = "distillation.enabled"
+    setting, kind = "distillation.enabled", f"the divergence {loss.get('loss_mode')} to a teacher"
     if gradient:
         setting = "distillation.distillation_loss.use_policy_gradient"
         kind = f"a policy gradient towards a teacher with verl's {loss.get('policy_loss_mode')}"
-    else:
-        kind = f"the divergence {loss.get('loss_mode')} to a teacher"
     problem = f"verl trains {kind}, {'beside' if tasks else 'and not'} the loss of estimator={choice}"
     remedy = f"Leave out the distillation, or estimator={choice}.{MEANT}"
     severity: Severity = "warning" if tasks and not gradient else "error"

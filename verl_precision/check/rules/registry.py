@@ -5,27 +5,23 @@ import pkgutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import metadata
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.dtypes import EXACT
 from verl_precision.base.errors import sentence
-from verl_precision.base.extensions import features_asked_for
 from verl_precision.check import rules
 from verl_precision.check.remedies import without_chosen
 from verl_precision.check.rules.presets import one_for_a_cause
 from verl_precision.check.rules.rule import RULES, SEVERITIES, Environment, Fault, Rule
 from verl_precision.check.rules.run import made_by_a_script
-from verl_precision.engine.arithmetic_choice import IN_CONFIG
 
 # Every module of the folder adds its rules to `RULES` when it is imported.
 for _module in pkgutil.iter_modules(rules.__path__, f"{rules.__name__}."):
     if _module.name != __name__:
         importlib.import_module(_module.name)
-# What cannot work at all comes before what is wrong about it, whoever has imported which module before.
-FIRST = tuple(f"verl_precision.{name}" for name in ("check.rules.run", "check.rules.tables", "tools"))
-# Features beside the plugin without whose rules nobody would check what they promise.
-PROMISED = (f"{IN_CONFIG}:{EXACT}",)
+for _point in metadata.entry_points(group="verl_precision.rules"):  # modules of what is installed beside the plugin
+    _point.load()
 
 # Of these rules of a machine: what was read in a file that is here holds wherever the run is.
 READ_IN_FILES = ("column-missing", "batch-exceeds-data", "epochs-end-first", "reward-function-missing")
@@ -39,8 +35,6 @@ def find_faults(config: DictConfig, environment: Environment, this_machine: bool
     faults of this machine are warnings, but for a model that is not there and that no recipe's script makes. Where the
     run is for another machine (`environment.elsewhere`), they are not faults: that machine could not be looked at.
     """
-    features_asked_for("rules", partial(OmegaConf.select, config), PROMISED)  # modules: they add theirs to `RULES`
-    RULES.sort(key=lambda rule: (not rule.look.__module__.startswith(FIRST), rule.look.__module__))
     ask = partial(_ask, environment=environment, this_machine=this_machine)
     faults = [without_chosen(fault, config) for fault in one_for_a_cause(config, ask(config), ask)]
     return sorted(faults, key=lambda fault: SEVERITIES.index(fault.severity or "error"))

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.verl_config import is_repeatable, missing_log_probs, other_trainer
+from verl_precision.base.verl_config import MODES, PREFIX, is_repeatable, missing_log_probs, trainer_to_start
 from verl_precision.integration.ledger import is_lost
 from verl_precision.integration.trainer import kept_files
 from verl_precision.integration.trainer.found_checkpoints import LAST_FILE, QUEUE
@@ -25,10 +25,8 @@ from verl_precision.mismatch.settings import settings_of
 from verl_precision.tools.actions import rescue
 from verl_precision.weight_sync.settings import canary_settings
 
-PREFIX = "vp_"
 # verl looks every 2 seconds whether all responses are there, which is longer than a tiny model takes to draw them.
 _POLL_SECONDS_ON_CPU = 0.1
-MODES = ("sync", "colocate_async", "separate_async")
 
 
 def measured_mode(config: DictConfig) -> str | None:
@@ -37,13 +35,14 @@ def measured_mode(config: DictConfig) -> str | None:
     Refuses a block `mismatch`, `weight_sync.canary` or `checkpoint` that cannot be used, and a rollout that keeps its
     log-probs.
     """
-    mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
-    if not settings_of(config).enabled or mode not in MODES or other_trainer(config):
+    settings_of(config)
+    measured = trainer_to_start(config)
+    if measured == str(OmegaConf.select(config, "trainer.v1.trainer_mode")):
         return None
     _require_rollout_log_probs(config)
     canary_settings(config)
     checkpoint_settings(config)
-    return PREFIX + mode
+    return measured
 
 
 def _require_rollout_log_probs(config: DictConfig) -> None:
