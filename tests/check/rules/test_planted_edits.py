@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model
 from planted import in_full
 from transformers import AutoModelForCausalLM
+from verl.experimental.reward_loop.reward_manager.dapo import DAPORewardManager
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_kl_controller, kl_penalty
 from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -235,6 +236,7 @@ WITNESSES |= {  # a call that raises
     "resume": lambda config: pytest.raises(
         (AssertionError, UnboundLocalError), PPOTrainer._load_checkpoint, SimpleNamespace(config=config)
     ),
+    "dapo_rewards": lambda config: pytest.raises(AssertionError, DAPORewardManager, config, None, len),
     "reward_module": lambda config: pytest.raises((AttributeError, ModuleNotFoundError), get_custom_reward_fn, config),
     "reward": lambda config: pytest.raises(AttributeError, get_custom_reward_fn, config).match("score"),
     "rollout_registry": lambda config: pytest.raises(
