@@ -45,7 +45,8 @@ def not_updated(config: DictConfig, environment: Environment) -> Iterator[Fault]
 @rule("trains-little", "warning")
 def trains_little(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Runs that may be meant, and mostly are not."""
-    optim, steps = config.actor_rollout_ref.actor.optim, config.trainer.total_training_steps
+    actor, steps = config.actor_rollout_ref.actor, config.trainer.total_training_steps
+    optim = actor.optim
     way, too_long = "lr_warmup_steps_ratio", _number(optim.get("lr_warmup_steps_ratio")) >= 1
     if (fixed := _number(optim.get("lr_warmup_steps"))) > 0:
         way, too_long = "lr_warmup_steps", fixed > _number(steps)
@@ -54,6 +55,9 @@ def trains_little(config: DictConfig, environment: Environment) -> Iterator[Faul
     if too_long:
         problem = f"the warm-up outlasts the run: the rate never reaches lr={optim.lr}"
         yield _correct(f"{ACTOR}.optim.{way}", problem, "fewer steps than the run has")
+    if actor.use_kl_loss and actor.kl_loss_coef == 0:
+        problem = "the reference is loaded and asked, and its KL counts nothing"
+        yield _correct(f"{ACTOR}.kl_loss_coef", problem, "a number above 0, or use_kl_loss=False")
     if config.actor_rollout_ref.rollout.get("ignore_eos"):
         problem = "every response goes on after its end, to the full length, and what follows is trained on"
         yield _correct("actor_rollout_ref.rollout.ignore_eos", problem, "False")

@@ -169,6 +169,8 @@ MICRO_BATCHES = (  # on GPUs
     Ignored(f"{ACTOR}.ppo_micro_batch_size_per_gpu", None, DYNAMIC, True, instead="ppo_max_token_len_per_gpu"),
     Ignored(OF_SEQUENCES, None, DYNAMIC, True, instead="log_prob_max_token_len_per_gpu"),
 )
+DISTILLED = "distillation.distillation_loss"
+TOPK = Ignored(f"{DISTILLED}.topk", 32, f"{DISTILLED}.loss_mode", "forward_kl_topk", unless=True)
 GREEDY = Ignored(f"{ROLLOUT}.val_kwargs.do_sample", True, f"{ROLLOUT}.val_kwargs.temperature", 0, unless=True)
 SENT = Ignored(f"{ROLLOUT}.enable_rollout_routing_replay", False, f"{ACTOR}.fsdp_config.router_replay.mode", None)
 
@@ -239,6 +241,8 @@ def ignored_settings(config: DictConfig, environment: Environment) -> Iterator[F
     rows = [*IGNORED, *(MICRO_BATCHES if config.trainer.device == "cuda" else ())]
     if config.trainer.get("use_v1", True):  # its agent loop
         rows.append(GREEDY)
+    if OmegaConf.select(config, "distillation.enabled"):
+        rows.append(TOPK)
     watched = OmegaConf.select(config, f"{ACTOR}.fsdp_config.watch_routing")
     if config.actor_rollout_ref.actor.strategy == "fsdp2" and watched is None:
         rows.append(SENT)
