@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.errors import ConfigurationError, sentence
 from verl_precision.base.files import table_of
-from verl_precision.check.rules.rule import SEVERITIES, Fault, Severity, fault_of_error
+from verl_precision.check.rules.rule import Fault, Severity, fault_of_error
 from verl_precision.presets import preset_groups, preset_names
 
 # Blocks whose content verl hands to somebody else, vLLM, Ray, transformers or a user's class: any key may be read.
@@ -223,4 +223,4 @@ def merged(faults: list[Fault], of_words: Iterable[Fault]) -> list[Fault]:
         if not any(f"unexpected keyword argument '{name}'" in fault.problem for name in names)
         and not (fault.name == "setting-ignored" and any(f"{key}.".startswith(f"{fault.setting}.") for key in wrong))
     ]  # fmt: skip
-    return sorted([*rest, *own], key=lambda fault: SEVERITIES.index(fault.severity or "error"))
+    return sorted([*rest, *own], key=lambda fault: fault.rank)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.check.rules.rule import SEVERITIES, Environment, Fault, Severity, rule
+from verl_precision.check.rules.rule import Environment, Fault, Severity, rule
 from verl_precision.check.winning_words import WIN, shown, winning_words, with_presets_winning
 
 NAME = "preset-overruled"
@@ -20,9 +20,10 @@ _EFFECTS: tuple[tuple[str, Severity, str], ...] = (
     (r"adv_estimator|norm_adv_by_std_in_grpo", "error", "another advantage is trained"),
     (r"worker_extension_cls|send_weight_manifest", "warning", "the weight-sync guard is off"),
     (r"fsdp(_config)?\._target_", "warning", "this package's engine is off, and with it the weight-sync guard"),
-    (r"use_kl_loss|use_kl_in_reward|kl_\w+|entropy_coeff", "warning", "the loss has another term"),
+    (r"use_kl_loss|use_kl_in_reward|kl_\w+", "warning", "the KL term is another one"),
+    (r"entropy_coeff", "warning", "the entropy term is another one"),
     (r"loss_agg_mode|loss_scale_factor", "warning", "tokens and responses are weighed otherwise"),
-    (r"clip_ratio\w*|rollout_is_threshold|rollout_rs_threshold", "warning", "the loss has another bound"),
+    (r"clip_ratio\w*|rollout_is_threshold|rollout_rs_threshold", "warning", "the loss clips elsewhere"),
     (r"\w*dtype", "warning", "this part computes in another dtype"),
     (r"\w+", "warning", "this part of the preset is not in force"),
 )
@@ -79,23 +80,19 @@ def one_for_a_cause(
     if not words:
         yield from faults
         return
-    rank = SEVERITIES.index
-    worst = min(rank(each.severity or "error") for each in words.values())
+    worst = min(each.rank for each in words.values())
     left = {(each.name, each.setting) for each in ask(with_presets_winning(config))}
     for fault in faults:
         others = [each for each in faults if each.setting == fault.setting and each.name != NAME]
         if fault.name == NAME:
-            gravest = min(others, key=lambda each: rank(each.severity or "error"), default=None)
-            yield fault if gravest is None else _joined(fault, gravest)
-        elif fault.setting not in words and (
-            (fault.name, fault.setting) in left or rank(fault.severity or "error") < worst
-        ):
+            yield _joined(fault, min(others, key=lambda each: each.rank)) if others else fault
+        elif fault.setting not in words and ((fault.name, fault.setting) in left or fault.rank < worst):
             yield fault
 
 
 def _joined(word: Fault, other: Fault) -> Fault:
     """Return the graver of two faults of one setting, which says both, with the remedy of the word."""
-    graver = min(other, word, key=lambda each: SEVERITIES.index(each.severity or "error"))
+    graver = min(other, word, key=lambda each: each.rank)
     problem = f"{word.problem.rpartition(': ')[0]}: {other.problem}"
     remedy = word.remedy if graver is word else word.remedy.partition(MEANT)[0]  # the other rule refuses it anyway
     return replace(graver, problem=problem, remedy=remedy)

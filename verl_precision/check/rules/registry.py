@@ -13,7 +13,7 @@ from verl_precision.base.errors import sentence
 from verl_precision.check import rules
 from verl_precision.check.remedies import without_chosen
 from verl_precision.check.rules.presets import one_for_a_cause
-from verl_precision.check.rules.rule import RULES, SEVERITIES, Environment, Fault, Rule
+from verl_precision.check.rules.rule import RULES, Environment, Fault, Rule
 from verl_precision.check.rules.run import made_by_a_script
 
 # Every module of the folder adds its rules to `RULES` when it is imported.
@@ -37,7 +37,7 @@ def find_faults(config: DictConfig, environment: Environment, this_machine: bool
     """
     ask = partial(_ask, environment=environment, this_machine=this_machine)
     faults = [without_chosen(fault, config) for fault in one_for_a_cause(config, ask(config), ask)]
-    return sorted(faults, key=lambda fault: SEVERITIES.index(fault.severity or "error"))
+    return sorted(faults, key=lambda fault: fault.rank)
 
 
 def _ask(config: DictConfig, environment: Environment, this_machine: bool) -> list[Fault]:

@@ -36,6 +36,11 @@ class Fault:
     severity: Severity | Literal[""] = ""  # left out: the rule's
     name: str = ""  # stable name, for machines and for searching docs/precision.md; left out: the rule's
 
+    @property
+    def rank(self) -> int:
+        """Its place in `SEVERITIES`: 0 is the gravest."""
+        return SEVERITIES.index(self.severity or "error")
+
     def __str__(self) -> str:
         """Return one line for a log."""
         return f"{describe(self.problem, self.setting, self.value, self.allowed, self.remedy)} [{self.name}]"
