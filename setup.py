@@ -84,6 +84,11 @@ setup(
             ),
         ],
         "verl_precision.driver": ["mismatch.alarm.on_alarm:rescue = verl_precision.tools.actions.rescue:go_on"],
+        "verl_precision.rules": [
+            "actions = verl_precision.tools.actions.rules",
+            "arithmetic = verl_precision.tools.arithmetic.rules",
+            "rounding = verl_precision.tools.arithmetic.rounding_rules",
+        ],
     },
     classifiers=[
         "Development Status :: 4 - Beta",

@@ -62,7 +62,7 @@ def test_a_model_that_nobody_knows_is_one_finding_with_what_was_not_looked_at(tm
     assert not errors(found)
     (fault,) = [each for each in found.faults if each.setting == MODEL]
     assert fault.name == "model-unknown" and fault.severity == "unchecked" and fault.value == "some-lab/Own-7B"
-    subjects = ("the trainer's memory", "vLLM's memory", "attention heads", "whether vLLM takes the model in FP16")
+    subjects = ("the trainer's memory", "vLLM's memory", "whether vLLM takes the model in FP16")
     assert all(subject in fault.problem for subject in (*subjects, "the tokenizer", "the chat template"))
     assert "--model-config FILE" in fault.remedy and "hf download some-lab/Own-7B" in fault.remedy
     assert not {each.name for each in RULES} & set(re.findall(r"[a-z0-9]+(?:-[a-z0-9]+){2,}", fault.problem)), (

@@ -38,7 +38,7 @@ def test_syncs_take_and_decoding_is_the_trainers(architecture, dtype):
 
 
 def test_a_sync_on_a_cpu_leaves_gpt_oss_without_experts():
-    """When this fails, the rule gpt-oss-on-cpu can go."""
+    """A reload of gpt-oss on a CPU does not reach its experts: the guard sees it."""
     pair = EnginePair("gpt_oss", "bfloat16")
     (report,) = pair.sync()
     assert report.unverified_layers == 8  # experts and sinks of four layers

@@ -7,6 +7,7 @@ with this value alone.
 verl_precision.trainer  classes of trainer callbacks, by the run's config       integration/trainer
 verl_precision.driver   what may take the driver's place, by the run's config   integration/trainer
 verl_precision.engine   steps of an engine's build, by the engine's settings    integration/engine
+verl_precision.rules    modules of rules; each is always loaded                 check/rules
 """
 
 from collections.abc import Callable, Iterable

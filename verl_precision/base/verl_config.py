@@ -17,6 +17,8 @@ ULYSSES = "ulysses_sequence_parallel_size"
 ROLLOUT = "actor_rollout_ref.rollout"
 # Rollouts whose server, as verl drives it, gives the log-probs of a prompt and ends a response where it is asked to.
 PROMPT_LOG_PROBS = ("vllm", "sglang")
+# verl's V1 trainers, and what stands before the name of the variant of each that measures the mismatch.
+MODES, PREFIX = ("sync", "colocate_async", "separate_async"), "vp_"
 # Our agent loop, and what it reads in `rollout.custom`.
 AGENT_LOOP, OF_LOOP = "vp_single_turn", ("stop", "min_p", "sampling_masks", "seeded", "mark_truncated")
 SEEDED = f"{ROLLOUT}.custom.seeded"
@@ -132,6 +134,13 @@ def other_trainer(config: DictConfig) -> str | None:
     if OmegaConf.select(config, "rollout.nnodes") is not None:  # of GPUs beside the trainer's
         return "verl.experimental.one_step_off_policy.main_ppo"
     return None if config.trainer.get("use_v1", True) else "trainer.use_v1=False"
+
+
+def trainer_to_start(config: DictConfig) -> str:
+    """Return the name of the V1 trainer that a run starts: a measuring one where `mismatch.enabled` is True."""
+    mode = str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
+    measured = OmegaConf.select(config, "mismatch.enabled") is True and not other_trainer(config)
+    return PREFIX + mode if measured and mode in MODES else mode
 
 
 def sync_backend(config: DictConfig) -> str:

@@ -8,6 +8,7 @@ that is what FP16 holds. A peak of activations far below 65504 says nothing abou
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from verl_precision.check.checkpoint import FP16_MAX
@@ -79,23 +80,18 @@ class ActivationReport:
             return f"not for FP16: the output of {self.forward_overflows[0]} exceeds 65504. Use precision=bf16."
         if not self.backward_overflows:
             return f"activations fit FP16, and gradients at loss scale {self.loss_scale:g}"
-        gradient, scale = f"the gradient of {self.backward_overflows[0]}", self.largest_safe_scale
-        if scale < 1:
+        gradient = f"the gradient of {self.backward_overflows[0]}"
+        if not self.ok:
             return f"not for FP16: {gradient} exceeds 65504 even at loss scale 1. Use precision=bf16."
-        fits = f"fits FP16 at a loss scale of {scale:g} or less; at {self.loss_scale:g} {gradient} overflows"
-        return f"{fits}, and dynamic scaling would skip steps until it is down there"
+        fits = f"fits FP16 at a loss scale of {self.largest_safe_scale:g} or less"
+        return f"{fits}; at {self.loss_scale:g} {gradient} overflows, and dynamic scaling would skip steps"
 
     def as_dict(self) -> dict:
         """Return it for machines."""
         names = ("headroom", "gradient_headroom")
-        return {
-            "ok": self.ok,
-            "verdict": self.verdict,
-            "loss_scale": self.loss_scale,
-            "largest_safe_scale": self.largest_safe_scale,
-            "tokens": self.tokens,
-            "layers": [asdict(layer) | dict(zip(names, self.headroom(layer), strict=True)) for layer in self.layers],
-        }
+        layers = [asdict(layer) | dict(zip(names, self.headroom(layer), strict=True)) for layer in self.layers]
+        verdict = {"ok": self.ok, "verdict": self.verdict, "largest_safe_scale": self.largest_safe_scale}
+        return {**verdict, "loss_scale": self.loss_scale, "tokens": self.tokens, "layers": layers}
 
 
 def measure_activations(
@@ -124,27 +120,22 @@ def _record(model, batches) -> list[LayerReport]:
     outputs: dict[str, float] = {}
     weights: dict[str, float] = {}
 
-    def watch_output(name: str):
-        def forward(module, inputs, output):
-            tensor = output[0] if isinstance(output, tuple) else output
-            if not isinstance(tensor, torch.Tensor):  # a container of tensors that were seen where they were made
-                return
-            _note(activations, name, tensor)
-            if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: _note(outputs, name, gradient))
+    def watch_output(module, inputs, output, name: str) -> None:
+        tensor = output[0] if isinstance(output, tuple) else output
+        if not isinstance(tensor, torch.Tensor):  # a container of tensors that were seen where they were made
+            return
+        _note(activations, name, tensor)
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: _note(outputs, name, gradient))
 
-        return forward
+    def watch_weight(parameter, name: str) -> None:
+        _note(weights, name, parameter.grad)
+        parameter.grad = None  # one tensor's gradient at a time
 
-    def watch_weight(name: str):
-        def accumulated(parameter):
-            _note(weights, name, parameter.grad)
-            parameter.grad = None  # one tensor's gradient at a time
-
-        return accumulated
-
-    handles = [module.register_forward_hook(watch_output(name)) for name, module in model.named_modules()]
+    handles = [module.register_forward_hook(partial(watch_output, name=name)) for name, module in model.named_modules()]
     for name, parameter in model.named_parameters():  # each once, also one that two modules share
-        handles.append(parameter.register_post_accumulate_grad_hook(watch_weight(name.rpartition(".")[0])))
+        owner = name.rpartition(".")[0]
+        handles.append(parameter.register_post_accumulate_grad_hook(partial(watch_weight, name=owner)))
     try:
         for ids in batches:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

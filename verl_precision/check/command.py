@@ -186,7 +186,8 @@ def unfound_folders(path: Path, overrides: Sequence[str]) -> Iterator[Fault]:
         if not Path(folder).is_dir():
             problem = f"{path.name} looks for its parts there, and there is no such folder below {Path.cwd()}"
             remedy = 'Start it in a checkout of verl, or add "hydra.searchpath=[pkg://verl.trainer.config]".'
-            yield Fault("parts-not-found", "warning", "hydra.searchpath", f"file://{folder}", problem, "", remedy)
+            value, name = f"file://{folder}", "parts-not-found"
+            yield Fault("hydra.searchpath", problem, "", remedy, value=value, severity="warning", name=name)
 
 
 def _file_of(module: str) -> Path | None:

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.errors import ConfigurationError, sentence
 from verl_precision.base.files import table_of
-from verl_precision.check.rules.rule import SEVERITIES, Fault, Severity, as_fault
+from verl_precision.check.rules.rule import Fault, Severity, fault_of_error
 from verl_precision.presets import preset_groups, preset_names
 
 # Blocks whose content verl hands to somebody else, vLLM, Ray, transformers or a user's class: any key may be read.
@@ -97,7 +97,7 @@ def added(config: DictConfig, overrides: Sequence[str]) -> Iterator[Fault]:
             yield fault
         elif section := _is_old(config, key):
             kind: Severity = "warning" if section == "gone" else "error"
-            yield as_fault(unknown(key, value, every - {key}), "unknown-key", kind)
+            yield fault_of_error(unknown(key, value, every - {key}), "unknown-key", kind)
         elif HANDED_ON.search(f"{key}."):
             continue
         elif (refused := _refused_name(config, key)) is not None:
@@ -107,10 +107,12 @@ def added(config: DictConfig, overrides: Sequence[str]) -> Iterator[Fault]:
                 f"verl's class of {block} takes no {name}",
                 unknown(f"{block}.{name}", value, known).remedy,
             )
-            yield Fault("unknown-key", "error", key, value, f"{problem}, and the run ends there", "", remedy)
+            problem = f"{problem}, and the run ends there"
+            yield Fault(key, problem, "", remedy, value=value, severity="error", name="unknown-key")
         elif strange := [part for part in key.split(".") if not name_is_read(part)]:
             problem = f"nothing in verl reads a setting called {strange[0]}"
-            yield Fault("key-unread", "warning", key, value, problem, "", "Drop it, unless code of your own reads it.")
+            remedy = "Drop it, unless code of your own reads it."
+            yield Fault(key, problem, "", remedy, value=value, severity="warning", name="key-unread")
 
 
 def _group_meant(key: str, value: str) -> Fault | None:
@@ -119,7 +121,8 @@ def _group_meant(key: str, value: str) -> Fault | None:
     if not group or "." in key:
         return None
     problem, names = "there is no such group of presets, and nothing reads the setting", preset_names(group)
-    return Fault("unknown-key", "error", key, value, problem, ", ".join(names), f"Did you mean +{group}={value}?")
+    allowed, remedy = ", ".join(names), f"Did you mean +{group}={value}?"
+    return Fault(key, problem, allowed, remedy, value=value, severity="error", name="unknown-key")
 
 
 def unread_word(config: DictConfig, word: str) -> ConfigurationError | None:
@@ -141,7 +144,7 @@ def legacy(config: DictConfig) -> Iterator[Fault]:
             value = OmegaConf.select(config, key)
             if value is not None and not isinstance(value, DictConfig):
                 if (error := unread_word(config, f"{key}={value}")) is not None:
-                    yield as_fault(error)
+                    yield fault_of_error(error)
 
 
 def _is_old(config: DictConfig, key: str) -> str:
@@ -220,4 +223,4 @@ def merged(faults: list[Fault], of_words: Iterable[Fault]) -> list[Fault]:
         if not any(f"unexpected keyword argument '{name}'" in fault.problem for name in names)
         and not (fault.name == "setting-ignored" and any(f"{key}.".startswith(f"{fault.setting}.") for key in wrong))
     ]  # fmt: skip
-    return sorted([*rest, *own], key=lambda fault: SEVERITIES.index(fault.severity or "error"))
+    return sorted([*rest, *own], key=lambda fault: fault.rank)

@@ -82,7 +82,6 @@ def _machine(config: DictConfig, model: Mapping[str, Any]) -> Machine:
         memory=psutil.virtual_memory().available,
         shared_memory=psutil.disk_usage(str(shared)).free if shared.is_dir() else 0,
         flash_attention=installed_version("flash-attn") is not None,
-        math_verify=installed_version("math-verify") is not None,
         model=kind,  # type: ignore[arg-type]
         critic_missing=not os.path.isdir(os.path.expanduser(str(config.critic.model.path))),
         missing_models=frozenset(

@@ -21,7 +21,7 @@ from verl_precision.check.probe import gpus_here, probe_environment
 from verl_precision.check.rules.gpu_memory import gpu_memory, require_known_gpu
 from verl_precision.check.rules.memory import chosen_scale
 from verl_precision.check.rules.registry import find_faults
-from verl_precision.check.rules.rule import SEVERITIES, Fault, Severity, as_fault
+from verl_precision.check.rules.rule import SEVERITIES, Fault, Severity, fault_of_error
 from verl_precision.check.training_table import TrainingRow, training_table
 from verl_precision.check.verl_refusals import mistyped
 from verl_precision.check.way_out import WayOut, way_out
@@ -88,7 +88,7 @@ def check_command(command: Command, meant: Meant = HERE, typed: Sequence[str] = 
     Raises:
         ConfigurationError: If it does not compose for another reason.
     """
-    wrong = [as_fault(command.refusal, "main-gone", "error")] if command.refusal is not None else []
+    wrong = [fault_of_error(command.refusal, "main-gone", "error")] if command.refusal is not None else []
     try:
         report = check_recipe(command.path, command.overrides, meant, typed)
     except ConfigurationError:
@@ -112,7 +112,7 @@ def check_recipe(path: Path, overrides: Sequence[str], meant: Meant = HERE, type
         gpus = here if meant.gpu is None else (require_known_gpu(meant.gpu),)
         environment = probe_environment(config, gpus, why_elsewhere(config, meant, here), meant.model_config)
         faults = find_faults(config, environment, this_machine=False)
-        faults += [as_fault(note, "not-carried-over", "warning") for note in unread]
+        faults += [fault_of_error(note, "not-carried-over", "warning") for note in unread]
         faults = merged(faults, [*unfound_folders(path, overrides), *added(config, overrides)])
         folder = config.trainer.default_local_dir if saves(config) else None
         replaced = OmegaConf.to_container(OmegaConf.select(config, REPLACED, default=OmegaConf.create([])))
@@ -226,7 +226,7 @@ def wrong_words(path: Path, overrides: Sequence[str]) -> list[Fault]:
     if not errors:
         return []
     errors += [unread for word in overrides if (unread := unread_word(config, word)) is not None]
-    faults = [as_fault(error, "unknown-key", "error") for error in errors]
+    faults = [fault_of_error(error, "unknown-key", "error") for error in errors]
     named = {fault.setting for fault in faults}
     return merged(faults, (fault for fault in added(config, overrides) if fault.setting not in named))
 

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import FSDP, engines, lora_rank
 from verl_precision.check.rules.files import names_in
-from verl_precision.check.rules.tables import null_number, table
+from verl_precision.check.rules.tables import NUMBERS_OR_NULL, null_number
 from verl_precision.check.served_models import teaches
 from verl_precision.integration.ledger import lost_symbols
 from verl_precision.integration.trainer.trainers import MODES, PREFIX
@@ -135,7 +135,7 @@ def _values_of_verl() -> Any:
 
 def _kind_instead(setting: str, value: object, hint: object) -> str | None:
     """Return the kind of value that belongs there; None if it is one, null or an interpolation."""
-    hint = float if setting in table("numbers or null") else hint
+    hint = float if setting in NUMBERS_OR_NULL else hint
     hints = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     kinds: set[Any] = {get_origin(each) or each for each in hints} - {None, type(None)}
     if value == "" and kinds == {bool}:  # a variable of a script that is not set: verl takes it for False

@@ -9,10 +9,12 @@ from enum import EnumType
 
 import forked
 import pytest
-from composer import compose_recipe, compose_verl
+from composer import compose_recipe
+from planted import composed
 from verl.trainer.ppo.v1 import trainer_base
 
 from verl_precision.base.errors import RegistrationError
+from verl_precision.base.other_engines import fit_to_engine
 from verl_precision.base.versions import installed_version
 from verl_precision.check import installation, unknowns
 from verl_precision.check.preflight import find_problems
@@ -40,7 +42,7 @@ ASKING = {
     "speed on cpu": ON_CPU,
     "gated delta nets": ON_CPU,
     "loss_scale": OURS,
-    "shadow": f"{OURS} actor.fsdp_config.shadow.every_n_steps=2",
+    "shadow": f"{OURS} fsdp.shadow.every_n_steps=2",
     "megatron": "+precision=bf16 model_engine=megatron",
     "lora.merge": f"{OURS} model.lora.merge=True model.lora.rank=8",
     "arithmetic": f"{ON_CPU} ++{IN_CONFIG}=exact",
@@ -62,22 +64,10 @@ ASKING = {
 
 
 @functools.cache
-def composed(words: str):
-    text = (
-        words.replace(" actor.", " actor_rollout_ref.actor.")
-        .replace(" rollout.", " actor_rollout_ref.rollout.")
-        .replace(" model.", " actor_rollout_ref.model.")
-    )
-    config = compose_verl("actor_rollout_ref.rollout.name=vllm", *text.split(), return_hydra_config=True)
-    from verl_precision.base.other_engines import fit_to_engine
-
-    fit_to_engine(config)
-    return config
-
-
-@functools.cache
 def asked(words: str) -> list[str]:
-    return asked_features(composed(words), MODEL)
+    config = composed(words).copy()
+    fit_to_engine(config)
+    return asked_features(config, MODEL)
 
 
 def faults(words: str) -> list:

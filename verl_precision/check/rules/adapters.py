@@ -1,4 +1,4 @@
-"""Rules of adapters that do not arrive: FSDP does not wrap them, or the rollout computes without them."""
+"""The rule of adapters that do not arrive: FSDP does not wrap them, or the rollout computes without them."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -6,11 +6,12 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl_precision.base.verl_config import FSDP, engines, lora_is_merged, lora_rank
-from verl_precision.check.rules.belongings import MODEL, matches_one
-from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
+from verl_precision.check.rules.dependencies import MODEL, matches_one
+from verl_precision.check.rules.rule import Environment, Fault, rule
 
 # Input embeddings and output head, which one matrix may be.
 HEADS = ("lm_head", "model.embed_tokens", "model.language_model.embed_tokens", "transformer.wte")
+EXPERTS = [f"model.layers.0.mlp.experts.{name}" for name in ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")]
 # Model types to whose head and embeddings vLLM gives adapters (0.24 and 0.28: `embedding_modules` of its classes), and
 # those to whose experts it gives them as PEFT has them (`is_3d_moe_weight`). It leaves out the others without a word.
 SERVED_HEADS = """apertus cwm ernie4_5 exaone4 falcon_h1 glm granite granitemoe granitemoehybrid granitemoeshared
@@ -21,74 +22,48 @@ EXPERTS_AS_LINEAR = """afmoe cohere2_moe deepseek_v2 deepseek_v3 dots1 ernie4_5_
     glm4_moe_lite glm4v_moe glm_moe_dsa hunyuan_v1_moe longcat_flash mellum minimax minimax_m2 olmoe qwen3_moe
     qwen3_next qwen3_omni_moe qwen3_omni_moe_thinker solar_open""".split()
 SERVED_EXPERTS = ("gpt_oss", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe", "qwen3_vl_moe_text")
+MERGE = f"{MODEL}.lora.merge"
 
 
-@rule("adapter-on-tied-head", about="adapters on a head or on experts")
-def adapter_on_tied_head(config: DictConfig, environment: Environment) -> Faults:
-    """One matrix has two names in the rollout: merged, an adapter on one of them would be on none or on both."""
-    for setting, settings, described in _adapted(config, environment):
-        heads, kind = _reached(settings), described.get("model_type")
-        if heads and _is_tied(described) and lora_is_merged(config):
-            problem = (
-                f"{heads} is one matrix with another module (tie_word_embeddings): the rollout has that matrix alone"
-            )
-            instead = f"{MODEL}.lora.merge=False" if kind in SERVED_HEADS else ""
-            yield _fault(setting, f"{problem}, and cannot be sent the two that are trained", instead)
+@rule("adapter-misplaced", about="adapters on a head or on experts")
+def adapter_misplaced(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """Not every module on which PEFT puts an adapter is wrapped by FSDP, sent by verl and served by vLLM.
 
-
-@rule("adapter-not-served", about="adapters on a head or on experts")
-def adapter_not_served(config: DictConfig, environment: Environment) -> Faults:
-    """vLLM gives an adapter's weights to the modules that it knows, and samples without the others."""
-    for setting, settings, described in _adapted(config, environment):
-        heads, kind = _reached(settings), described.get("model_type")
-        if config.actor_rollout_ref.rollout.name != "vllm" or lora_is_merged(config):
-            continue
-        if heads and kind not in SERVED_HEADS:
-            instead = "" if _is_tied(described) else f"{MODEL}.lora.merge=True"
-            yield _fault(setting, f"{heads}: vLLM gives a {kind} no adapter there, and samples without it", instead)
-        if kind not in SERVED_EXPERTS and _reaches_experts(settings, described):
-            problem = (
-                "PEFT has one adapter for all experts of a layer, vLLM looks for one an expert, and samples without it"
-            )
-            yield _fault(setting, problem, f"{MODEL}.lora.merge=True")
-
-
-@rule("adapter-not-wrapped", about="adapters on a head or on experts")
-def adapter_not_wrapped(config: DictConfig, environment: Environment) -> Faults:
-    """FSDP2 makes a class of each module that it wraps, and verl has it wrap head and embeddings that are not tied."""
-    for setting, settings, described in _adapted(config, environment):
-        heads, strategy = _reached(settings), engines(config)[0].strategy
-        if heads and (not _is_tied(described) if strategy == "fsdp2" else heads != "lm_head"):
-            yield _fault(
-                setting, f"{heads}: {strategy.upper()} cannot wrap a layer of PEFT's there, and the start fails"
-            )
-
-
-def _adapted(config: DictConfig, environment: Environment) -> Iterator[tuple[str, Mapping[str, Any], dict[str, Any]]]:
-    """Yield the setting of an FSDP actor's adapter, what it says of modules, and what is known of the model."""
-    model = config.actor_rollout_ref.model
+    FSDP2 makes a class of each module that it wraps, and verl has it wrap head and embeddings that are not tied. Tied
+    ones have two names and one matrix in the rollout: merged, an adapter on one of them would be on none or on both.
+    vLLM gives an adapter's weights to the modules that it knows, and samples without the others.
+    """
+    model, strategy = config.actor_rollout_ref.model, engines(config)[0].strategy
     loaded = model.get("lora_adapter_path") is not None
-    if (loaded or lora_rank(config)) and engines(config)[0].strategy in FSDP and environment.model:
-        described = {**environment.model, **(model.get("override_config") or {})}
-        yield (
-            f"{MODEL}.lora_adapter_path" if loaded else f"{MODEL}.target_modules",
-            environment.adapter if loaded else model,
-            described,
-        )
-
-
-def _fault(setting: str, problem: str, instead: str = "") -> Fault:
-    remedy = "Train an adapter without it" if setting.endswith("_path") else f"Set {setting}=all-linear"
-    if "experts" in problem and instead:
-        remedy, instead = f"Set {instead}", ""
+    if not (loaded or lora_rank(config)) or strategy not in FSDP or not environment.model:
+        return
+    adapter, name = (environment.adapter, "lora_adapter_path") if loaded else (model, "target_modules")
+    described: dict[str, Any] = {**environment.model, **(model.get("override_config") or {})}
+    setting, kind, heads = f"{MODEL}.{name}", described.get("model_type"), _heads(adapter)
     allowed = "modules of the layers, which are wrapped, sent and served"
-    remedy = f"{remedy}{f', or {instead}' if instead else ''}."
-    return Fault(setting=setting, problem=problem, allowed=allowed, remedy=remedy)
+    without = "Train an adapter without it" if loaded else f"Set {setting}=all-linear"
+    tied, served, merged = bool(heads) and _is_tied(described), kind in SERVED_HEADS, lora_is_merged(config)
+    if heads and (not tied if strategy == "fsdp2" else heads != "lm_head"):
+        problem = f"{heads}: {strategy.upper()} cannot wrap a layer of PEFT's there, and the start fails"
+        yield Fault(setting, problem, allowed, f"{without}.")
+    if tied and merged:
+        problem = f"{heads} is one matrix with another module (tie_word_embeddings): the rollout has one, you train two"
+        yield Fault(setting, problem, allowed, f"{without}, or set {MERGE}=False." if served else f"{without}.")
+    if merged or config.actor_rollout_ref.rollout.name != "vllm":
+        return
+    if heads and not served:
+        problem = f"{heads}: vLLM gives a {kind} no adapter there, and samples without it"
+        yield Fault(setting, problem, allowed, f"{without}." if tied else f"{without}, or set {MERGE}=True.")
+    if kind not in SERVED_EXPERTS and _on_experts(adapter, described):
+        problem = (
+            "PEFT has one adapter for all experts of a layer, vLLM looks for one an expert, and samples without it"
+        )
+        yield Fault(setting, problem, allowed, f"Set {MERGE}=True.")
 
 
-def _reached(settings: Mapping[str, Any]) -> str:
+def _heads(adapter: Mapping[str, Any]) -> str:
     """Return the head and the embeddings that an adapter is on, in words. PEFT's `all-linear` leaves the head out."""
-    targets, excluded = settings.get("target_modules"), settings.get("exclude_modules")
+    targets, excluded = adapter.get("target_modules"), adapter.get("exclude_modules")
     reached = [name for name in HEADS if _reaches(targets, name) and not _reaches(excluded, name)]
     return " and ".join(name.rpartition(".")[2] for name in reached)
 
@@ -100,18 +75,15 @@ def _reaches(targets: Any, name: str) -> bool:
     return any(name == str(target) or name.endswith(f".{target}") for target in targets or ())
 
 
-def _reaches_experts(settings: Mapping[str, Any], described: Mapping[str, Any]) -> bool:
+def _on_experts(adapter: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
     """Return whether PEFT puts an adapter on experts: by their own names, or by those of transformers 4."""
-    if any(described.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
-        targets = settings.get("target_modules")
-        known = described.get("model_type") in EXPERTS_AS_LINEAR
-        names = [
-            f"model.layers.0.mlp.experts.{name}" for name in ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-        ]
-        if settings.get("target_parameters"):
-            return any("expert" in str(name) or "proj" in str(name) for name in settings["target_parameters"])
-        return known and (str(targets).lower() == "all-linear" or any(_reaches(targets, name) for name in names))
-    return False
+    if not any(model.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+        return False
+    if parameters := adapter.get("target_parameters"):
+        return any("expert" in str(name) or "proj" in str(name) for name in parameters)
+    targets = adapter.get("target_modules")
+    linear = str(targets).lower() == "all-linear" or any(_reaches(targets, name) for name in EXPERTS)
+    return linear and model.get("model_type") in EXPERTS_AS_LINEAR
 
 
 def _is_tied(model: Mapping[str, Any]) -> bool:

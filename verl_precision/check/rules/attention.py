@@ -1,4 +1,4 @@
-"""Rules of the trainer's attention: kinds without FP32, sinks or Ulysses, not installed, or that cannot be packed."""
+"""Rules of the trainer's attention: kinds without FP32 or Ulysses, not installed, or that cannot be packed."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,93 +7,79 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import short
 from verl_precision.base.verl_config import FSDP, engines
-from verl_precision.check.rules.rule import Environment, Faults, Machine, rule, told
+from verl_precision.check.rules.rule import Environment, Fault, Machine, rule
 
 ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 VERLS_ATTENTION = "flash_attention_2"  # verl's default
-WITH_SINKS, WITHOUT_SINKS = ("gpt_oss",), ("sdpa", VERLS_ATTENTION)  # models, and kinds of attention
+SDPA = "sdpa, which takes packed sequences too"
+PADDING = "actor_rollout_ref.model.use_remove_padding"
 # verl.models.transformers.monkey_patch gives these a forward that knows where packed sequences end. It needs the
 # kernels of flash-linear-attention: transformers' own delta rule in torch takes `cu_seqlens` and does not read it.
 PACKED_BY_VERL = ("qwen3_5", "qwen3_5_moe")
-# vLLM's classes for text stand beside those for images, which import torchvision.
-WITH_TORCHVISION = (*PACKED_BY_VERL, "qwen3_5_text", "qwen3_5_moe_text")
-NEEDED_BY_MODEL = {"flash-linear-attention": PACKED_BY_VERL, "torchvision": WITH_TORCHVISION}
+NEEDED_BY_MODEL = {"flash-linear-attention": PACKED_BY_VERL}
 
 
 @rule("attention-refuses-fp32")
-def attention_refuses_fp32(config: DictConfig, environment: Environment) -> Faults:
+def attention_refuses_fp32(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """flash-attn computes in 16 bits only: the first forward in FP32 raises, minutes in."""
     if config.trainer.device != "cuda":
         return
     full = list(_in_fp32(config))
-    if shared := " and ".join(role for role in full if role != "critic"):
-        if _is_flash(attention := attention_of(config)):
-            yield told("attention-refuses-fp32", value=attention, shared=shared)
+    shared, attention = " and ".join(role for role in full if role != "critic"), attention_of(config)
+    if shared and "flash" in attention:  # transformers tells it by the name, too
+        problem = f"FP32 of the {shared}: flash attention computes in 16 bits only, and would raise"
+        yield Fault(ATTENTION, problem, SDPA, f"Set ++{ATTENTION}=sdpa.", value=attention)
     if "critic" in full:
-        yield told("attention-refuses-fp32 critic")
+        setting = "critic.fsdp.mixed_precision.param_dtype"
+        problem = "verl loads every critic with flash_attention_2, whatever its config says, and that has no FP32"
+        remedy = f"Choose no critic, or set critic.fsdp.dtype=bfloat16 {setting}=bf16."
+        yield Fault(setting, problem, "bf16 or fp16", remedy)
 
 
 @rule("attention-not-installed", of_machine=True)
-def attention_not_installed(config: DictConfig, machine: Machine) -> Faults:
+def attention_not_installed(config: DictConfig, machine: Machine) -> Iterator[Fault]:
     """transformers refuses a model with flash attention where flash-attn is missing, in a worker, after Ray's start."""
-    attention = attention_of(config)
     if config.trainer.device != "cuda" or config.actor_rollout_ref.actor.strategy not in FSDP:
         return
-    if attention == VERLS_ATTENTION and not machine.flash_attention:
-        yield told("attention-not-installed", value=attention)
+    if attention_of(config) == VERLS_ATTENTION and not machine.flash_attention:
+        problem = "flash-attn is not installed on this machine, and the trainer would refuse to load the model"
+        remedy = f"Set ++{ATTENTION}=sdpa, or install flash-attn (docs/install.md)."
+        yield Fault(ATTENTION, problem, SDPA, remedy, value=VERLS_ATTENTION)
 
 
 @rule("ulysses-needs-flash")
-def ulysses_needs_flash(config: DictConfig, environment: Environment) -> Faults:
+def ulysses_needs_flash(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Ulysses exchanges parts of a sequence for heads, which verl does in flash attention only."""
     attention = attention_of(config)
-    if _is_flash(attention):
+    if "flash" in attention:
         return
     full = list(_in_fp32(config))
+    problem = f"under attn_implementation={attention} each rank attends to its own part, without an error"
     for engine in engines(config):
         setting, size = engine.ulysses
         if size > 1 and engine.strategy in FSDP and engine.role != "critic":  # verl loads it with flash attention
-            case = " in FP32" if engine.role in full else ""
-            yield told(f"ulysses-needs-flash{case}", setting=setting, attention=attention)
-
-
-@rule("attention-without-sinks", about="attention sinks")
-def attention_without_sinks(config: DictConfig, environment: Environment) -> Faults:
-    """transformers refuses gpt-oss with an attention that has no sinks, in a worker, after Ray's start."""
-    attention = attention_of(config)
-    engine = config.actor_rollout_ref.actor.strategy in FSDP
-    if engine and attention in WITHOUT_SINKS and environment.model.get("model_type") in WITH_SINKS:
-        yield told("attention-without-sinks", value=attention)
-
-
-@rule("gpt-oss-on-cpu", about="whether it runs on a CPU")
-def gpt_oss_on_cpu(config: DictConfig, environment: Environment) -> Faults:
-    """vLLM's class copies experts and sinks into parameters itself, which on a CPU are on the meta device by then."""
-    if config.trainer.device == "cpu" and environment.model.get("model_type") in WITH_SINKS:
-        yield told("gpt-oss-on-cpu")
-
-
-@rule("torchvision-missing", of_machine=True, about="packages of the model's classes")
-def torchvision_missing(config: DictConfig, machine: Machine) -> Faults:
-    """vLLM cannot import its class for Qwen3.5 without torchvision."""
-    if config.actor_rollout_ref.rollout.name == "vllm" and "torchvision" in machine.missing_for_model:
-        yield told("torchvision-missing")
+            remedy = f"Set {setting}=1, or ++{ATTENTION}={VERLS_ATTENTION}."
+            if engine.role in full:
+                remedy = f"Set {setting}=1: flash attention has no FP32, so FP32 has no Ulysses. Or train in 16 bits."
+            yield Fault(setting, problem, "1, or flash_attention_2 in 16 bits", remedy)
 
 
 @rule("packed-delta-nets", about="packed sequences in delta nets")
-def packed_delta_nets(config: DictConfig, environment: Environment) -> Faults:
+def packed_delta_nets(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Nobody tells transformers' gated delta nets where a packed sequence ends: its state goes on in the next one."""
     if not _is_packed(config) or not gated_delta_nets(environment.model):
         return
     if (kind := environment.model.get("model_type")) not in PACKED_BY_VERL:
-        yield told("packed-delta-nets", kind=kind, known=" or ".join(PACKED_BY_VERL))
+        problem = f"the state of {kind}'s gated delta nets goes on from one packed sequence into the next"
+        yield Fault(PADDING, f"{problem}: verl 0.9.1 tells only {' or '.join(PACKED_BY_VERL)} where one ends", "False")
 
 
 @rule("packed-delta-nets", of_machine=True, about="packages of the model's classes")
-def packed_delta_nets_in_torch(config: DictConfig, machine: Machine) -> Faults:
+def packed_delta_nets_in_torch(config: DictConfig, machine: Machine) -> Iterator[Fault]:
     """verl says where it ends, and without flash-linear-attention nobody listens."""
     if _is_packed(config) and "flash-linear-attention" in machine.missing_for_model:
-        yield told("packed-delta-nets torch")
+        problem = "without flash-linear-attention's kernels, torch lets the state of Qwen3.5's gated delta nets"
+        yield Fault(PADDING, f"{problem} go on from one packed sequence into the next", "False")
 
 
 def _is_packed(config: DictConfig) -> bool:
@@ -110,11 +96,6 @@ def attention_of(config: DictConfig) -> str:
     """Return the attention of actor and reference. verl hands null on, and transformers then takes sdpa."""
     overrides = config.actor_rollout_ref.model.get("override_config") or {}
     return str(overrides.get("attn_implementation", VERLS_ATTENTION) or "sdpa")
-
-
-def _is_flash(attention: str) -> bool:
-    """Return whether it is flash attention, which transformers tells by the name too."""
-    return "flash" in attention
 
 
 def _in_fp32(config: DictConfig) -> Iterator[str]:

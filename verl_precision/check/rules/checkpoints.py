@@ -1,13 +1,14 @@
 """Rules of checkpoints: when the first comes, how many are kept, whether the disk holds them, which one is resumed."""
 
 import math
+from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import engines
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.gpu_memory import GIB, SINGLE, ModelShape
-from verl_precision.check.rules.rule import Environment, Faults, Machine, Severity, rule, told
+from verl_precision.check.rules.rule import Environment, Fault, Machine, Severity, rule
 from verl_precision.integration.trainer.saving import every_minutes, saves
 
 MOMENTS = 2 * SINGLE  # of Adam, a trained parameter
@@ -20,14 +21,16 @@ LONG_HOURS = 12  # without a checkpoint, of a job whose limit is not known; half
 
 
 @rule("one-checkpoint", "warning")
-def one_checkpoint(config: DictConfig, environment: Environment) -> Faults:
+def one_checkpoint(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl removes the former checkpoint before all of the new one is written."""
-    if saves(config) and OmegaConf.select(config, "trainer.max_actor_ckpt_to_keep") == 1:
-        yield told("one-checkpoint")
+    setting = "trainer.max_actor_ckpt_to_keep"
+    if saves(config) and OmegaConf.select(config, setting) == 1:
+        problem = "verl removes the former before the new one is complete: a run that ends in between has none"
+        yield Fault(setting, problem, "2 or more, or null for all", f"Set {setting}=2.")
 
 
 @rule("first-checkpoint-late", about="the time to the first checkpoint")
-def first_checkpoint_late(config: DictConfig, environment: Environment) -> Faults:
+def first_checkpoint_late(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """A job that ends before its first checkpoint starts from scratch, as often as it is queued again."""
     if config.trainer.device == "cpu" or not saves(config) or (shape := environment.shape) is None:
         return
@@ -41,7 +44,11 @@ def first_checkpoint_late(config: DictConfig, environment: Environment) -> Fault
         return
     limit = "clusters end most jobs after a day or less" if left is None else f"the job ends in {left / HOUR:.1f} hours"
     severity: Severity = "error" if left is not None and first > 2 * left else "warning"
-    yield told("first-checkpoint-late", severity=severity, minutes=step / 60, hours=first / HOUR, limit=limit)
+    problem = f"at about {step / 60:.0f} minutes a step (by rough arithmetic) the first checkpoint comes after "
+    problem += f"{first / HOUR:.1f} hours, and {limit}: a job that ends earlier has to start from scratch"
+    remedy = "Set checkpoint.every_minutes=60 (with + where no scale= is chosen), or save more often."
+    allowed = "a first checkpoint well before the job ends"
+    yield Fault("trainer.save_freq", problem, allowed, remedy, severity=severity)
 
 
 def step_seconds(config: DictConfig, shape: ModelShape) -> float | None:
@@ -59,7 +66,7 @@ def step_seconds(config: DictConfig, shape: ModelShape) -> float | None:
 
 
 @rule("checkpoint-space", of_machine=True, about="disk for checkpoints")
-def checkpoint_space(config: DictConfig, machine: Machine) -> Faults:
+def checkpoint_space(config: DictConfig, machine: Machine) -> Iterator[Fault]:
     """The disk holds the checkpoints that a run keeps, those of its earlier starts counted, and one being written."""
     if not saves(config) or machine.checkpoint_disk is None:
         return
@@ -71,20 +78,21 @@ def checkpoint_space(config: DictConfig, machine: Machine) -> Faults:
     earlier = machine.removable if keep and engines(config)[0].our_fsdp else 0  # verl's own engine never removes them
     held = f", and {earlier / GIB:.1f} in checkpoints of earlier starts" if earlier else ""
     if machine.checkpoint_disk + earlier < needed:
-        yield told(
-            "checkpoint-space", free=machine.checkpoint_disk / GIB, held=held, all=number + 1, each=one / GIB,
-            needed=needed / GIB, number=number,
-        )  # fmt: skip
+        problem = f"{machine.checkpoint_disk / GIB:.1f} GiB are free there{held}; {number + 1} checkpoints of "
+        problem += f"{one / GIB:.1f} GiB need {needed / GIB:.1f} GiB ({number} kept, and one being written)"
+        remedy = "Free some, name another folder, or keep fewer: trainer.max_actor_ckpt_to_keep."
+        yield Fault("trainer.default_local_dir", problem, "a folder on a disk with that much space", remedy)
 
 
 @rule("resume-refused")
-def resume_refused(config: DictConfig, environment: Environment) -> Faults:
-    """verl looks for a checkpoint once everything is loaded."""
+def resume_refused(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """verl looks for a checkpoint once everything is loaded, and stops with UnboundLocalError or an assertion."""
     mode, path = config.trainer.get("resume_mode", "auto"), config.trainer.get("resume_from_path")
     if mode not in ("auto", "disable", "resume_path"):
-        yield told("resume-refused mode")
+        yield Fault("trainer.resume_mode", "verl knows no such mode", "auto, disable, resume_path", "Set it to auto.")
     elif mode == "resume_path" and (not isinstance(path, str) or "global_step_" not in path):
-        yield told("resume-refused path")
+        problem = "with resume_mode=resume_path it has to name a checkpoint: a path that ends with global_step_<number>"
+        yield Fault("trainer.resume_from_path", problem, "such a path", "Set it, or trainer.resume_mode=auto.")
 
 
 def checkpoint_bytes(config: DictConfig, parameters: int | None) -> int | None:

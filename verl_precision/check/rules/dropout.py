@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import EXACT
 from verl_precision.base.verl_config import FSDP, engines, lora_rank
-from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
+from verl_precision.check.rules.rule import Environment, Fault, rule
 from verl_precision.engine.arithmetic_choice import IN_CONFIG
 
 MODEL = "actor_rollout_ref.model"
@@ -18,35 +18,30 @@ ALWAYS_TRAINS = ("veomni",)
 
 
 @rule("dropout-in-update", "warning", about="the model's dropout")
-def dropout_in_update(config: DictConfig, environment: Environment) -> Faults:
+def dropout_in_update(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """The trainer's forward drops elements where the rollout's does not: the ratio is not 1 before any update."""
     if OmegaConf.select(config, IN_CONFIG) == EXACT:  # not-exact says it there
         return
-    actor = engines(config)[0]
-    where = "every forward of the trainer, for old log-probs too," if actor.strategy in ALWAYS_TRAINS else "an update"
-    for setting, key, rate in _rates(config, environment, actor.strategy):
-        yield Fault(
-            setting=setting,
-            value=rate,
-            problem=f"{where} drops {rate:.0%} of the elements ({key}), and the rollout none: a mismatch of log-probs "
-            "that is not one of precision, in FP16 as in BF16",
-            allowed="0.0",
-            remedy=f"Set {setting}=0.0, if need be with ++."
-            if setting.startswith(MODEL) and not setting.endswith("_path")
-            else f"Set lora_dropout to 0 in {setting}'s adapter_config.json.",
-        )
+    strategy = engines(config)[0].strategy
+    where = "every forward of the trainer, for old log-probs too," if strategy in ALWAYS_TRAINS else "an update"
+    for setting, key, rate in _rates(config, environment, strategy):
+        problem = f"{where} drops {rate:.0%} of the elements ({key}), the rollout none: a mismatch in FP16 as in BF16"
+        remedy = f"Set {setting}=0.0, if need be with ++."
+        if setting.endswith("_path"):
+            remedy = f"Set lora_dropout to 0 in {setting}'s adapter_config.json."
+        yield Fault(setting, problem, "0.0", remedy, value=rate)
 
 
 def _rates(config: DictConfig, environment: Environment, strategy: str) -> Iterator[tuple[str, str, float]]:
     """Yield setting, name and rate of each dropout that is above 0 in the trainer's model."""
-    over: Any = OmegaConf.to_container(config[MODEL.partition(".")[0]].model.get("override_config") or DictConfig({}))
+    model = config.actor_rollout_ref.model
+    over: Any = OmegaConf.to_container(model.get("override_config") or DictConfig({}))
     for key, rate in _positive({**environment.model, **over}):
         yield f"{MODEL}.override_config.{key}", key, rate
-    if config.actor_rollout_ref.model.get("lora_adapter_path"):
+    if model.get("lora_adapter_path"):
         yield from ((f"{MODEL}.lora_adapter_path", key, rate) for key, rate in _positive(environment.adapter))
     elif lora_rank(config) and strategy not in FSDP:  # verl's FSDP engines do not read it
-        lora = config.actor_rollout_ref.model.get("lora") or {}
-        yield from ((f"{MODEL}.lora.{key}", key, rate) for key, rate in _positive(lora))
+        yield from ((f"{MODEL}.lora.{key}", key, rate) for key, rate in _positive(model.get("lora") or {}))
 
 
 def _positive(content: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float]]:

@@ -1,22 +1,13 @@
 """Rules of the dtypes: settings that are ignored, contradict each other, or lose precision without a word."""
 
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import HALF, short
-from verl_precision.base.verl_config import (
-    BACKEND,
-    FSDP,
-    engines,
-    quantisations,
-    rollout_dtype,
-    sync_backend,
-    transport_dtype,
-)
+from verl_precision.base.verl_config import BACKEND, ROLLOUT, engines, quantisations, rollout_dtype, transport_dtype
 from verl_precision.check.rules.files import names_in
-from verl_precision.check.rules.rule import Environment, Faults, Severity, rule, told
+from verl_precision.check.rules.rule import Environment, Fault, Severity, rule
 from verl_precision.check.served_models import served_models
 from verl_precision.integration.trainer.saving import saves
 
@@ -28,73 +19,69 @@ FP16_ZERO = 2.0**-25  # Half of FP16's smallest subnormal, 2**-24: what is not a
 
 
 @rule("dtype-ignored")
-def dtype_ignored(config: DictConfig, environment: Environment) -> Faults:
+def dtype_ignored(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl documents `fsdp_config.dtype`, and its FSDP engine never reads it."""
     for engine in engines(config):
         said = short(engine.node.get("dtype", "bf16"))
         # bfloat16 is verl's default, so nobody need have written it; this package's engine refuses it by itself
         if engine.verls_fsdp and said not in ("bf16", engine.compute):
-            yield told("dtype-ignored", engine=engine, said=said)
+            problem = f"verl's FSDP engine reads {engine.source} instead, and computes in {engine.compute}"
+            remedy = f"Choose precision={said}, or set {engine.setting}.mixed_precision.param_dtype={said}."
+            yield Fault(f"{engine.setting}.dtype", problem, f"{engine.compute}, as mixed_precision.param_dtype", remedy)
 
 
 @rule("rollout-contradicts-actor", about="the dtype that vLLM would take")
-def rollout_contradicts_actor(config: DictConfig, environment: Environment) -> Faults:
-    """The rollout samples in another dtype than the actor trains in, and no preset asked for that."""
+def rollout_contradicts_actor(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """The rollout samples in another dtype than the actor trains in, and no preset asked for that.
+
+    A precision preset is made of two halves, and Hydra records which: no list of pairs is kept here. A value overridden
+    after the choice differs from the preset's, and is then not what the preset asked for.
+    """
     actor, rollout = engines(config)[0].compute, rollout_dtype(config)
     if rollout == "auto":
         rollout = short(environment.model.get("dtype") or environment.model.get("torch_dtype") or "auto")
-    if rollout == actor or (actor, rollout) == preset_dtypes(config):
+    choices = OmegaConf.select(config, "hydra.runtime.choices") or {}
+    halves = {group.partition("@")[0]: choice for group, choice in choices.items()}
+    if rollout == actor or (actor, rollout) == (halves.get("precision/train"), halves.get("precision/rollout")):
         return
     severity: Severity = "warning" if rollout == "auto" else "error"
     effect = "every token's log-prob carries the difference"
     effect = "vLLM will decide from the model's files" if rollout == "auto" else effect
-    yield told("rollout-contradicts-actor", severity=severity, actor=actor, effect=effect)
+    allowed = f"{actor}, or a precision preset that names both"
+    remedy = f"Choose precision={actor}, or choose a preset that names the pair, as <train>_train_<rollout>_rollout."
+    yield Fault(f"{ROLLOUT}.dtype", f"the actor computes in {actor}: {effect}", allowed, remedy, severity=severity)
 
 
-def preset_dtypes(config: DictConfig) -> tuple[str, str] | None:
-    """Return the (actor, rollout) dtypes of the precision preset that was chosen, or None.
-
-    A preset is made of two halves, and Hydra records which: no list of pairs is kept here. A value overridden after the
-    choice differs from the preset's, and is then not what the preset asked for.
-    """
-    choices = OmegaConf.select(config, "hydra.runtime.choices") or {}
-    halves = {group.partition("@")[0]: choice for group, choice in choices.items()}
-    train, rollout = halves.get("precision/train"), halves.get("precision/rollout")
-    return None if train is None or rollout is None else (train, rollout)
-
-
-def _differs_from_actor(role: str, effect: str, config: DictConfig, environment: Environment) -> Faults:
+@rule("differs-from-actor", "warning")
+def differs_from_actor(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl does not pass the actor's `mixed_precision` on to reference and critic."""
     actor, *others = engines(config)
+    effects = {
+        "ref": "the KL to the reference carries the difference on every token",
+        "critic": "values come from another precision than the policy",
+    }
     for engine in others:
-        if engine.role == role and engine.compute != actor.compute:
-            yield told("differs-from-actor", engine=engine, role=role, actor=actor, effect=effect)
-
-
-for _role, _effect in (
-    ("ref", "the KL to the reference carries the difference on every token"),
-    ("critic", "values come from another precision than the policy"),
-):
-    rule(f"{_role}-differs-from-actor", "warning")(partial(_differs_from_actor, _role, _effect))
+        if engine.compute != actor.compute:
+            problem = f"it computes in {engine.compute}, the actor in {actor.compute}; {effects[engine.role]}"
+            remedy = f"Choose precision={actor.compute}, which sets them together."
+            yield Fault(f"{engine.setting}.mixed_precision.param_dtype", problem, actor.compute, remedy)
 
 
 @rule("half-weights", "warning")
-def half_weights(config: DictConfig, environment: Environment) -> Faults:
+def half_weights(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """The reference holds its weights in 16 bits, or gradients are summed in them."""
     for engine in engines(config):
-        if engine.trains and engine.strategy in FSDP and engine.reduce in HALF:
-            yield told("half-weights sums", engine=engine)
+        if engine.trains and (engine.our_fsdp or engine.verls_fsdp) and engine.reduce in HALF:
+            setting = f"{engine.setting}.mixed_precision.reduce_dtype"
+            yield Fault(setting, "sums of gradients over ranks are rounded to 16 bits", "fp32")
         if engine.verls_fsdp and engine.master in HALF and not engine.trains:
-            yield told("half-weights weights", engine=engine)
+            problem = "weights and RoPE's frequencies are rounded to 16 bits once and for all"
+            yield Fault(f"{engine.setting}.model_dtype", problem, "fp32")
 
 
 @rule("half-master-weights")
-def half_master_weights(config: DictConfig, environment: Environment) -> Faults:
-    """`model_dtype` in 16 bits is the optimizer's dtype too, and rounds RoPE's frequencies.
-
-    Runs train like that, so it is a warning; an error where a precision preset is chosen, which promises FP32. (What
-    makes weights infinite is another rule: `adam-eps-underflow`.)
-    """
+def half_master_weights(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """`model_dtype` in 16 bits is the optimizer's dtype too. Runs train like that; a precision preset promises FP32."""
     promised = bool(OmegaConf.select(config, "hydra.runtime.choices.precision"))
     for engine in engines(config):
         if not engine.half_master:
@@ -102,112 +89,109 @@ def half_master_weights(config: DictConfig, environment: Environment) -> Faults:
         lora = engine.role == "actor" and config.actor_rollout_ref.model.get("lora_rank")
         effect = f"verl casts the LoRA adapters to {engine.master}" if lora else "RoPE's frequencies are rounded"
         severity: Severity = "error" if promised and not (lora and engine.master == "bf16") else "warning"
-        yield told("half-master-weights", severity=severity, engine=engine, effect=effect)
+        problem = f"master weights and Adam's moments are {engine.master} too: small updates are lost, and {effect}"
+        yield Fault(f"{engine.setting}.model_dtype", problem, "fp32", severity=severity)
 
 
 @rule("adam-eps-underflow")
-def adam_eps_underflow(config: DictConfig, environment: Environment) -> Faults:
+def adam_eps_underflow(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Adam's eps is zero in FP16."""
     for engine in engines(config):
         override = (engine.optim or {}).get("override_optimizer_config") or {}
         eps = float(override.get("eps", ADAM_EPS))
         if engine.half_master and engine.master == "fp16" and eps <= FP16_ZERO:
             setting = f"{engine.setting.rpartition('.')[0]}.optim.override_optimizer_config.eps"
-            yield told("adam-eps-underflow", setting=setting, value=eps, zero=FP16_ZERO, engine=engine)
+            problem = "it is zero in FP16: Adam divides by zero where a gradient vanished, and weights become -inf"
+            allowed, remedy = f"> {FP16_ZERO:.1e}, or FP32 master weights", f"Set {engine.setting}.model_dtype=fp32."
+            yield Fault(setting, problem, allowed, remedy, value=eps)
 
 
 @rule("vllm-refuses-fp16", about="whether vLLM takes the model in FP16")
-def vllm_refuses_fp16(config: DictConfig, environment: Environment) -> Faults:
+def vllm_refuses_fp16(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """vLLM refuses FP16 for some architectures, minutes after Ray has started."""
     if config.actor_rollout_ref.rollout.name != "vllm" or rollout_dtype(config) != "fp16":
         return
-    if (kind := environment.model.get("model_type")) in VLLM_REFUSES_FP16:
-        yield told("vllm-refuses-fp16", kind=kind)
+    asked = {f"{ROLLOUT}.dtype": (environment.model, "Choose precision=bf16 or fp32, or name another model.")}
     for served in served_models(config):
-        kind = environment.served.get(served.named, {}).get("model_type")
-        if kind in VLLM_REFUSES_FP16 and (served.engine, served.dtype) == ("vllm", "fp16"):
+        if (served.engine, served.dtype) == ("vllm", "fp16"):
             remedy = f"Set {served.setting}.dtype=bfloat16, or name another model."
-            yield replace(told("vllm-refuses-fp16", setting=f"{served.setting}.dtype", kind=kind), remedy=remedy)
-
-
-@rule("merged-lora-rounds")
-def merged_lora_rounds(config: DictConfig, environment: Environment) -> Faults:
-    """verl's own engine casts merged LoRA weights to BF16."""
-    setting, rollout = _rounded_by(config), rollout_dtype(config)
-    if setting.endswith(".merge"):
-        yield told("merged-lora-rounds", setting=setting, rollout=rollout)
+            asked[f"{served.setting}.dtype"] = environment.served.get(served.named, {}), remedy
+    for setting, (model, remedy) in asked.items():
+        if (kind := model.get("model_type")) in VLLM_REFUSES_FP16:
+            problem = f"vLLM does not run model_type={kind} in FP16 (numerical instability)"
+            yield Fault(setting, problem, "bfloat16 or float32 for this architecture", remedy)
 
 
 @rule("transport-rounds")
-def transport_rounds(config: DictConfig, environment: Environment) -> Faults:
-    """Weights rounded to BF16 on their way bring BF16's gap back into an FP16 or FP32 rollout."""
-    setting = _rounded_by(config)
-    if setting == BACKEND:
-        yield told("transport-rounds", setting=setting, rollout=rollout_dtype(config))
+def transport_rounds(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """Weights rounded to BF16 on their way bring BF16's gap back into an FP16 or FP32 rollout.
 
-
-def _rounded_by(config: DictConfig) -> str:
-    """Return the setting that rounds weights on their way to a more precise rollout; empty if there is none."""
-    dtype, source = transport_dtype(config)
+    Some checkpoint engines round, and verl's own FSDP engine rounds merged LoRA weights.
+    """
+    (dtype, source), rollout = transport_dtype(config), rollout_dtype(config)
     setting, _, value = source.partition(" ")[0].partition("=")
     # without a value it is BF16 master weights, which are half-master-weights
-    return setting if value and dtype == "bf16" and rollout_dtype(config) in ("fp16", "fp32") else ""
-
-
-@rule("stochastic-rounding")
-def stochastic_rounding(config: DictConfig, environment: Environment) -> Faults:
-    """Only this package's engine rounds weights at random, from FP32 to 16 bits."""
-    if OmegaConf.select(config, "weight_sync.rounding") != "stochastic":
+    if not value or dtype != "bf16" or rollout not in ("fp16", "fp32"):
         return
-    actor, rollout = engines(config)[0], rollout_dtype(config)
-    backend = sync_backend(config)
-    if not (actor.our_fsdp and actor.master == "fp32"):
-        yield told("stochastic-rounding engine", actor=actor)
-    elif rollout not in HALF or config.actor_rollout_ref.rollout.get("quantization"):
-        yield told("stochastic-rounding rollout", half=" or ".join(HALF), rollout=rollout)
-    elif backend.startswith("delta"):
-        yield told("stochastic-rounding transport", backend=backend)
+    allowed = "False, or this package's engine, which merges in FP32"
+    remedy = f"Choose precision={rollout}, or set {setting}=False."
+    if setting == BACKEND:
+        allowed, remedy = "naive, nccl or nixl", f"Set {BACKEND}=nccl; naive is for trainers on the rollout's GPUs."
+    problem = f"weights travel in BF16, so the {rollout} rollout computes with 8 bits of mantissa"
+    yield Fault(setting, problem, allowed, remedy)
 
 
 @rule("megatron-fp16-overflow")
-def megatron_fp16_overflow(config: DictConfig, environment: Environment) -> Faults:
+def megatron_fp16_overflow(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl raises where Megatron reports an overflow, which a dynamic loss scale produces by design."""
     for engine in engines(config):
         if engine.strategy == "megatron" and engine.trains and engine.compute == "fp16" and not engine.ours:
-            yield told("megatron-fp16-overflow", engine=engine)
+            problem = "at the first overflow of the loss scale verl raises NotImplementedError, and the run ends"
+            remedy = "Choose the preset precision=fp16: there such an update is skipped."
+            yield Fault(f"{engine.setting}.dtype", problem, "this package's config of Megatron, or bfloat16", remedy)
 
 
 @rule("loss-scaling", "warning")
-def loss_scaling_of_verl(config: DictConfig, environment: Environment) -> Faults:
+def loss_scaling_of_verl(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl's loss scaler is off on every device but CUDA, and is in no checkpoint."""
-    trainer = config.trainer
-    if trainer.device == "cuda" and not saves(config):
+    device = config.trainer.device
+    if device == "cuda" and not saves(config):
         return
-    case = "after a resume" if trainer.device == "cuda" else "off"
+    problem = f"verl's loss scaler switches itself off on {device}: small gradients become zero"
+    if device == "cuda":
+        problem = "verl does not save the loss scale: after a resume it starts at 65536 again and skips steps"
     for engine in engines(config):
         if engine.verls_fsdp and engine.trains and engine.compute == "fp16":
-            yield told(f"loss-scaling {case}", setting=engine.source, value="fp16", trainer=trainer)
+            allowed = "an engine that scales there and saves the scale"
+            remedy = "Choose the preset precision=fp16, whose engine does (docs/precision.md, Loss scaling)."
+            yield Fault(engine.source, problem, allowed, remedy, value="fp16")
 
 
 @rule("fp32-head-unread")
-def fp32_head_unread(config: DictConfig, environment: Environment) -> Faults:
+def fp32_head_unread(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Fused kernels take log-probs from the hidden states: the output head never runs."""
     actor, fused = engines(config)[0], config.actor_rollout_ref.model.get("use_fused_kernels")
     if fused and actor.our_fsdp and actor.node.get("fp32_output_head"):
-        yield told("fp32-head-unread", actor=actor)
+        problem = "fused kernels take log-probs from the hidden states and never call the output head"
+        remedy = "Set actor_rollout_ref.model.use_fused_kernels=False."
+        yield Fault(f"{actor.setting}.fp32_output_head", problem, "False with use_fused_kernels=True", remedy)
 
 
 @rule("export-rounds", "warning")
-def export_rounds(config: DictConfig, environment: Environment) -> Faults:
+def export_rounds(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl writes Hugging Face checkpoints with BF16 in their config; our engine writes what it computed in."""
     actor, setting = engines(config)[0], "actor_rollout_ref.actor.checkpoint.save_contents"
     exports = "hf_model" in names_in(config, setting) and saves(config)
     if exports and actor.verls_fsdp and actor.compute == "fp16":
-        yield told("export-rounds", setting=setting)
+        problem = "verl writes hf_model with BF16 in its config: served as it is, the model has BF16's gap again"
+        remedy = "Leave hf_model out, and write the checkpoint with: verl-precision export CHECKPOINT --dtype fp16."
+        yield Fault(setting, problem, "contents without hf_model", remedy)
 
 
 @rule("rollout-quantised", "warning")
-def rollout_quantised(config: DictConfig, environment: Environment) -> Faults:
+def rollout_quantised(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """A quantised rollout computes another policy than the trainer, whatever its dtype says."""
     for setting, value in quantisations(config).items():
-        yield told("rollout-quantised", setting=setting, value=value)
+        problem = "the rollout computes in fewer bits than its dtype says; expect a mismatch far above FP16's"
+        remedy = "Set it to null, or correct for it with estimator=grpo_seq_mis or pg_seq_tis."
+        yield Fault(setting, problem, "null", remedy, value=value)

@@ -1,53 +1,51 @@
-"""Rules of the trainer's FSDP engine: its settings, the shadow, router replay."""
+"""Rules of engines: of ours the settings, shadow and router replay; what does not hold with others, or without vLLM."""
+
+from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import short
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.verl_config import FSDP, engines, rollout_dtype
-from verl_precision.check.rules.loss import weighs_responses
-from verl_precision.check.rules.rule import Environment, Faults, rule, told
+from verl_precision.base.verl_config import FSDP, PROMPT_LOG_PROBS, ROLLOUT, engines, rollout_dtype
+from verl_precision.check.rules.attention import PADDING
+from verl_precision.check.rules.rule import Environment, Fault, fault_of_error, rule
 from verl_precision.engine.router_replay import FAMILIES
 from verl_precision.engine.settings import require_engine_settings
 
 TARGET = "verl_precision.integration.engine.engine_config.PrecisionFSDPConfig"
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
 ENGINES = (ACTOR, "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
-SENT = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
-BYPASS = "algorithm.rollout_correction.bypass_mode"
-PADDING = "actor_rollout_ref.model.use_remove_padding"
+SENT = f"{ROLLOUT}.enable_rollout_routing_replay"
+# Arguments of torch's optimizers, and the field of Megatron's OptimizerConfig for each; None: it has none.
+OF_MEGATRON = {"eps": "adam_eps", "betas": "adam_beta1 and adam_beta2", "fused": None, "foreach": None, "amsgrad": None}
+CANARY = "weight_sync.canary.every_n_syncs"
 
 
 @rule("engine-settings")
-def engine_settings(config: DictConfig, environment: Environment) -> Faults:
+def engine_settings(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """The settings of every engine config that is ours; the shadow belongs to the actor and stands for the rollout."""
     for path in ENGINES:
-        block = OmegaConf.select(config, path)
+        block, dtype = OmegaConf.select(config, path), rollout_dtype(config)
         if block is None or block.get("_target_") != TARGET:
             continue
         try:
             shadow = require_engine_settings(OmegaConf.to_container(block, resolve=True))  # type: ignore[arg-type]
         except ConfigurationError as error:
             error.setting = path + error.setting.removeprefix("fsdp_config")
-            yield error
+            yield fault_of_error(error)
             continue
         if shadow.enabled and path != ACTOR:
             switch = "ratio_source" if shadow.ratio_source == "shadow" else "every_n_steps"
-            yield told("engine-settings shadow elsewhere", path=path, switch=switch)
-        elif shadow.enabled and short(shadow.dtype) != rollout_dtype(config):
-            yield told("engine-settings shadow dtype", path=path, rollout=rollout_dtype(config))
-
-
-@rule("engine-settings")
-def learning_rate_without_weights(config: DictConfig, environment: Environment) -> Faults:
-    """The effective sample size that scales the rate is one of importance weights, which a loss has or is given."""
-    setting, loss = f"{ACTOR}.learning_rate_ess_base", config.actor_rollout_ref.actor.policy_loss.get("loss_mode")
-    if OmegaConf.select(config, setting) is not None and not weighs_responses(config):
-        yield told("engine-settings learning rate", setting=setting, loss=loss)
+            problem, allowed = "only the actor has a ratio, and a shadow", "ratio_source=training and every_n_steps=0"
+            yield Fault(f"{path}.shadow.{switch}", problem, allowed, f"Set {ACTOR}.shadow instead.")
+        elif shadow.enabled and short(shadow.dtype) != dtype:
+            problem, allowed = f"the shadow stands for the rollout, which runs in {dtype}", "the rollout's dtype"
+            remedy = f"Leave it out: the presets take it from {ROLLOUT}.dtype."
+            yield Fault(f"{path}.shadow.dtype", problem, allowed, remedy)
 
 
 @rule("router-replay", about="whether the model has experts that replay knows")
-def router_replay(config: DictConfig, environment: Environment) -> Faults:
+def router_replay(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Replay needs experts, a rollout that says which it chose, packed sequences, and an engine that reads it."""
     actor = engines(config)[0]
     mode = (actor.node.get("router_replay") or {}).get("mode", "disabled")
@@ -55,20 +53,65 @@ def router_replay(config: DictConfig, environment: Environment) -> Faults:
     if actor.strategy not in FSDP or (mode == "disabled" and not watched):
         return
     setting = f"{actor.setting}." + ("watch_routing" if mode == "disabled" else "router_replay.mode")
-
+    family, (ulysses, ranks), shadow = (
+        environment.model.get("model_type"),
+        actor.ulysses,
+        actor.node.get("shadow") or {},
+    )
     if not actor.ours:
-        yield told("router-replay engine", setting=setting)
-    family = environment.model.get("model_type")
+        remedy = "Choose a precision preset, whose engine does."
+        yield Fault(setting, "verl's own FSDP engine never reads it", "disabled", remedy)
     if family and family not in FAMILIES:
-        yield told("router-replay family", setting=setting, family=family, families=", ".join(FAMILIES))
+        problem = f"a model of type {family!r} has no router, or one that was not tested"
+        allowed = f"a mixture of experts of type {', '.join(FAMILIES)}"
+        yield Fault(setting, problem, allowed, "Leave out the preset router_replay.")
     if (mode == "R3" or watched) and not sent:
-        yield told("router-replay sent")
-    if mode == "R2" and OmegaConf.select(config, BYPASS):
-        yield told("router-replay bypass", setting=setting)
-    if actor.ulysses[1] > 1:
-        yield told("router-replay ulysses", actor=actor)
+        yield Fault(SENT, "the rollout does not say which experts it has chosen", "True")
+    if mode == "R2" and OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"):
+        problem = "in bypass mode there is no old-log-prob pass whose choice could be replayed"
+        yield Fault(setting, problem, "False, or R3", "Choose router_replay=rollout.")
+    if ranks > 1:
+        yield Fault(ulysses, "a rank then sees a part of each sequence", "1")
     if not OmegaConf.select(config, PADDING):
-        yield told("router-replay padding")
-    shadow = actor.node.get("shadow") or {}
+        yield Fault(PADDING, "choices belong to tokens, and padding has none", "True")
     if shadow.get("every_n_steps") or shadow.get("ratio_source") == "shadow":
-        yield told("router-replay shadow", actor=actor)
+        remedy = f"Set {actor.setting}.shadow.every_n_steps=0 {actor.setting}.shadow.ratio_source=training."
+        yield Fault(f"{actor.setting}.shadow", "its forward would choose experts of its own", "no shadow", remedy)
+
+
+@rule("megatron-optimizer")
+def megatron_optimizer(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """verl hands `override_optimizer_config` to Megatron's OptimizerConfig, whose names are not torch's."""
+    for engine in engines(config):
+        if engine.strategy != "megatron" or engine.optim is None:
+            continue
+        block = f"{engine.setting.rpartition('.')[0]}.optim.override_optimizer_config"
+        for key, value in (engine.optim.get("override_optimizer_config") or {}).items():
+            if key in OF_MEGATRON:
+                problem = "Megatron's OptimizerConfig has no such field: a TypeError once the model is loaded"
+                instead = OF_MEGATRON[key]
+                remedy = f"Leave it out (~{block}.{key}){f', and set {instead} there' if instead else ''}."
+                yield Fault(f"{block}.{key}", problem, instead or "none of the kind", remedy, value=value)
+
+
+@rule("veomni-half-weights")
+def veomni_half_weights(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """VeOmni loads its weights in BF16 unless `mixed_precision` is True, and the optimizer updates them there."""
+    for engine in engines(config):
+        if engine.strategy == "veomni" and engine.trains and engine.master == "bf16":
+            problem = "VeOmni's optimizer updates weights in BF16: small updates are rounded away"
+            yield Fault(f"{engine.setting}.mixed_precision", problem, "True")
+
+
+@rule("rollout-unverified", "warning")
+def rollout_unverified(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """Only vLLM's workers compare the bits that arrived; and TensorRT-LLM's server cannot answer a canary."""
+    name = str(config.actor_rollout_ref.rollout.name)
+    if name == "vllm" or OmegaConf.select(config, "mismatch.enabled") is not True:
+        return
+    problem = "the tensors and layers that a weight sync brought are not verified here: only vLLM's workers can"
+    remedy = "Nothing, or vllm: docs/architecture.md says what holds with other engines."
+    yield Fault(f"{ROLLOUT}.name", problem, "vllm", remedy)
+    if OmegaConf.select(config, CANARY) and name not in PROMPT_LOG_PROBS:
+        problem = f"as verl drives it, a {name} server gives no log-probs of a prompt, or whole responses beside them"
+        yield Fault(CANARY, f"{problem}: no sync is verified", "0")

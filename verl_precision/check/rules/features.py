@@ -1,6 +1,6 @@
 """Features that a config asks for and that the installed hosts cannot give: a symbol of the ledger is not as tested."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,14 +13,14 @@ from verl_precision.base.verl_config import (
     engines,
     is_repeatable,
     lora_is_merged,
-    other_trainer,
     rollout_dtype,
+    trainer_to_start,
     uses_adapter,
 )
 from verl_precision.check.rules.attention import gated_delta_nets
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rollout import replays_masks
-from verl_precision.check.rules.rule import Environment, Fault, Faults, rule
+from verl_precision.check.rules.rule import Environment, Fault, rule
 from verl_precision.integration.ledger import CORE, REMEDY
 from verl_precision.integration.trainer.saving import saves
 from verl_precision.losses.rollout_weights import LEVELS
@@ -32,9 +32,7 @@ FEATURES: dict[str, tuple[str, str, Any]] = table_of(__file__)
 def asked_features(config: DictConfig, model: Mapping[str, Any]) -> list[str]:
     """Return the features that a config asks for, with what is known of the model's `config.json`."""
     setting = {name: partial(OmegaConf.select, config, row[0]) for name, row in FEATURES.items() if row[0]}
-    on_cpu, mode, all_engines = config.trainer.device == "cpu", str(setting["vp_sync"]()), engines(config)
-    if OmegaConf.select(config, "mismatch.enabled") is True and not other_trainer(config):
-        mode = f"vp_{mode.removeprefix('vp_')}"  # as the preflight does
+    on_cpu, mode, all_engines = config.trainer.device == "cpu", trainer_to_start(config), engines(config)
     ours = mode if mode in FEATURES else ""
     canary = bool(ours) and setting["canary"](default=1) != 0
     guarded = str(setting["weight_sync"]()).startswith("verl_precision.")
@@ -75,10 +73,10 @@ def _own_loops(config: DictConfig) -> bool:
 
 
 @rule("feature-lost")
-def lost_features(config: DictConfig, environment: Environment) -> Faults:
+def lost_features(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """The hosts are in the tested range, and one of their symbols is not: what needs it would break, or not come."""
     for name, lost in environment.lost.items():
         setting, without, severity = FEATURES[name]
         problem = f"{name} cannot be had: {'; '.join(f'{symbol} {wrong}' for symbol, wrong in lost.items())}"
         remedy = f"{REMEDY}, or do without: {without}."
-        yield Fault("", severity, setting, problem=problem, allowed="hosts as they were tested", remedy=remedy)
+        yield Fault(setting, problem, "hosts as they were tested", remedy, severity=severity)

@@ -1,19 +1,18 @@
 """Rules of the layout: what is divided over GPUs, and does not divide, or does not fit into a micro-batch.
 
-verl asserts most of this too: in its workers, once the models are loaded, or in the first update. The places are those
-of verl 0.9.1 and vLLM 0.28.0.
+verl asserts most of this too: in its workers, once the models are loaded, or in the first update.
 """
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.verl_config import FSDP, Engine, engine_kwargs, engines, lora_is_merged, lora_rank
-from verl_precision.check.rules.rule import Environment, Fault, Faults, rule, told, told_where
+from verl_precision.base.verl_config import FSDP, Engine, engines
+from verl_precision.check.rules.rule import Environment, Fault, rule
 
-ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref"
+ROLLOUT = f"{MODEL}.rollout"
 PARALLEL = f"{ROLLOUT}.tensor_model_parallel_size"
 
 
@@ -21,113 +20,59 @@ def _gpus(config: DictConfig) -> int:
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
-def _divisors(number: int) -> str:
-    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
-
-
 @rule("gpus-do-not-divide")
-def gpus_do_not_divide(config: DictConfig, environment: Environment) -> Faults:
+def gpus_do_not_divide(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """A replica of vLLM, a group of Ulysses and a shard group of FSDP each have a share of the GPUs without rest."""
     rollout, gpus, per_node = config.actor_rollout_ref.rollout, _gpus(config), config.trainer.n_gpus_per_node
     if gpus < 1 or per_node < 1:
         return  # value-out-of-range
     replica = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+    wrong = []
     # ActorRolloutRefWorker.init_model, RolloutReplica.__init__
     if replica < 1 or gpus % replica or replica % min(per_node, replica):
-        yield told(
-            "gpus-do-not-divide replica", replica=replica, config=config, per_node=per_node, gpus=gpus,
-            divisors=_divisors(gpus), fits=math.gcd(replica, gpus),
-        )  # fmt: skip
+        wrong.append((PARALLEL, replica, f"a replica takes {replica} GPUs"))
     for engine in engines(config):
-        if engine.strategy not in FSDP:
-            continue
-        size = int(engine.node.get("fsdp_size", -1))
-        for setting, over in (engine.ulysses, (f"{engine.setting}.fsdp_size", size)):
+        if engine.strategy in FSDP:
+            size = int(engine.node.get("fsdp_size", -1))
             # FSDPEngine._init_device_mesh, create_device_mesh
-            if over == 0 or 0 < over < gpus and gpus % over or setting == engine.ulysses[0] and over > gpus:
-                yield told(
-                    "gpus-do-not-divide group", setting=setting, gpus=gpus, divisors=_divisors(gpus),
-                    fits=math.gcd(over, gpus),
-                )  # fmt: skip
-
-
-@rule("heads-do-not-divide", about="attention heads over GPUs")
-def heads_do_not_divide(config: DictConfig, environment: Environment) -> Faults:
-    """vLLM and Ulysses give each rank whole attention heads; keys and values are shared out, or copied, evenly."""
-    sizes = {} if config.actor_rollout_ref.rollout.name != "vllm" else {PARALLEL: OmegaConf.select(config, PARALLEL)}
-    for engine in engines(config):
-        if engine.strategy in FSDP and engine.role != "critic":  # a critic is another model
-            sizes[engine.ulysses[0]] = engine.ulysses[1]
-    if all(over == 1 for over in sizes.values()):
-        return
-    heads, kv_heads = environment.model.get("num_attention_heads"), environment.model.get("num_key_value_heads")
-    if not isinstance(heads, int):
-        return
-    for setting, over in sizes.items():
-        # ModelConfig.verify_with_parallel_config of vLLM and the models' own classes; verl's apply_monkey_patch
-        kv = kv_heads or heads
-        if over >= 1 and (heads % over or kv % over and over % kv):
-            fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
-            yield told(
-                "heads-do-not-divide", setting=setting, heads=heads, kv=kv, over=over,
-                fitting=", ".join(map(str, fitting)), largest=max(n for n in fitting if n <= over),
-            )  # fmt: skip
+            for setting, over in (engine.ulysses, (f"{engine.setting}.fsdp_size", size)):
+                if over == 0 or 0 < over < gpus and gpus % over or setting == engine.ulysses[0] and over > gpus:
+                    wrong.append((setting, over, f"groups are of {over} GPUs"))
+    divisors = ", ".join(str(number) for number in range(1, gpus + 1) if gpus % number == 0)
+    for setting, over, what in wrong:
+        problem = f"{what}, and {gpus} ({config.trainer.nnodes} x {per_node}) are not divided by that: the rest fail"
+        remedy = f"Set {setting}={math.gcd(over, gpus)}, or change trainer.n_gpus_per_node."
+        yield Fault(setting, problem, f"a divisor of {gpus}: {divisors}", remedy)
 
 
 @rule("batch-does-not-divide")
-def batch_does_not_divide(config: DictConfig, environment: Environment) -> Faults:
+def batch_does_not_divide(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Each rank gets as many sequences of a mini-batch, and cuts them into micro-batches of one size."""
     model, n, gpus = config.actor_rollout_ref, config.actor_rollout_ref.rollout.n, _gpus(config)
+    cuts = []  # setting and size of micro-batches, and the sequences of a rank that they are cut from
     for path, owner, engine in _trained(config):
         ranks = max(gpus // engine.ulysses[1], 1)
-        sequences, setting = owner.ppo_mini_batch_size * n, f"{path}.ppo_mini_batch_size"
+        size, setting = owner.ppo_mini_batch_size, f"{path}.ppo_mini_batch_size"
         micro_batch = owner.get("ppo_micro_batch_size_per_gpu")
-        if sequences % ranks:  # TrainingWorker.train_mini_batch
+        if size * n % ranks:  # TrainingWorker.train_mini_batch
             step = ranks // math.gcd(ranks, n)
-            yield told(
-                "batch-does-not-divide mini-batch", setting=setting, sequences=sequences, n=n, ranks=ranks, step=step,
-                up=-(-owner.ppo_mini_batch_size // step) * step,
-            )  # fmt: skip
-        elif not owner.use_dynamic_bsz and micro_batch and sequences // ranks % micro_batch:
-            setting, when = f"{path}.ppo_micro_batch_size_per_gpu", "in the first update, after the first rollout"
-            yield _not_divided(setting, micro_batch, sequences // ranks, "mini-batch", when)
-    if model.actor.use_dynamic_bsz != model.rollout.log_prob_use_dynamic_bsz:  # ActorRolloutRefWorker.init_model
-        yield told("batch-does-not-divide dynamic", model=model)
-    bypass = (config.algorithm.get("rollout_correction") or {}).get("bypass_mode")
-    micro_batch = model.rollout.get("log_prob_micro_batch_size_per_gpu")
-    ranks = _data_parallel(config)
-    if model.rollout.log_prob_use_dynamic_bsz or bypass or not micro_batch:
-        return
-    sequences = _padded_batch(config) // ranks
-    if sequences % micro_batch and model.actor.ppo_mini_batch_size * n % ranks == 0:
-        setting = f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"
-        yield _not_divided(setting, micro_batch, sequences, "batch", "after the first rollout")
-
-
-@rule("batch-does-not-divide")
-def batches_of_prompts(config: DictConfig, environment: Environment) -> Faults:
-    """verl fetches whole generation batches, and syncs a rollout on GPUs of its own after a batch's mini-batches."""
-    mode = str(OmegaConf.select(config, "trainer.v1.trainer_mode")).removeprefix("vp_")
-    fetched, size = config.data.get("gen_batch_size") or 0, config.data.train_batch_size
-    one_by_one = mode != "sync" or OmegaConf.select(config, "algorithm.filter_groups.enable")  # verl sets 1 there
-    if fetched and not one_by_one and size % fetched:  # PPOTrainer._next_train_batch
-        yield told("batch-does-not-divide fetched", size=size)
-    if mode != "separate_async":
-        return
-    steps = OmegaConf.select(config, "trainer.v1.separate_async.parameter_sync_step")
-    mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    if size != steps * mini_batch:  # PPOTrainerSeparateAsync.__init__
-        fits = size // mini_batch if mini_batch and size % mini_batch == 0 else 0
-        fits = fits or "data.train_batch_size / actor_rollout_ref.actor.ppo_mini_batch_size"
-        yield told("batch-does-not-divide sync", steps=steps, mini_batch=mini_batch, size=size, fits=fits)
-
-
-def _not_divided(setting: str, micro_batch: int, sequences: int, batch: str, when: str) -> Fault:
-    """Return the fault that verl's prepare_micro_batches asserts."""
-    return told(
-        "batch-does-not-divide micro-batch", setting=setting, sequences=sequences, batch=batch, when=when,
-        fits=math.gcd(sequences, micro_batch),
-    )  # fmt: skip
+            problem = f"{size * n} sequences (x rollout.n={n}) are not divided by {ranks} ranks, as verl asserts"
+            yield Fault(setting, problem, f"a multiple of {step}", f"Set {setting}={-(-size // step) * step}.")
+        elif not owner.use_dynamic_bsz and micro_batch:
+            cuts.append((f"{path}.ppo_micro_batch_size_per_gpu", micro_batch, size * n // ranks))
+    dynamic, micro_batch = model.actor.use_dynamic_bsz, model.rollout.get("log_prob_micro_batch_size_per_gpu")
+    if dynamic != model.rollout.log_prob_use_dynamic_bsz:  # ActorRolloutRefWorker.init_model
+        problem = f"actor.use_dynamic_bsz={dynamic}: each worker asserts that both are the same"
+        yield Fault(f"{ROLLOUT}.log_prob_use_dynamic_bsz", problem, str(dynamic))
+    bypass, ranks = (config.algorithm.get("rollout_correction") or {}).get("bypass_mode"), _data_parallel(config)
+    asked = micro_batch and not bypass and not model.rollout.log_prob_use_dynamic_bsz
+    if asked and model.actor.ppo_mini_batch_size * n % ranks == 0:
+        cuts.append((f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", micro_batch, _padded_batch(config) // ranks))
+    for setting, micro_batch, sequences in cuts:  # prepare_micro_batches
+        if sequences % micro_batch:
+            problem = f"a rank's {sequences} sequences are not divided by it: verl asserts so after the first rollout"
+            fits = math.gcd(sequences, micro_batch)
+            yield Fault(setting, problem, f"a divisor of {sequences}", f"Set {setting}={fits}.")
 
 
 def _trained(config: DictConfig) -> Iterator[tuple[str, DictConfig, Engine]]:
@@ -155,70 +100,35 @@ def _padded_batch(config: DictConfig) -> int:
 
 
 @rule("batch-is-padded", "warning")
-def batch_is_padded(config: DictConfig, environment: Environment) -> Faults:
+def batch_is_padded(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl fills a batch up with synthetic sequences, which train nothing and count in the mini-batch they are in."""
     n, size = config.actor_rollout_ref.rollout.n, config.data.train_batch_size
     mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    if not config.trainer.get("use_v1", True) or "rollout" in config or min(n, size, mini_batch) < 1:  # see `refused`
+    if not config.trainer.get("use_v1", True) or "rollout" in config or min(n, size, mini_batch) < 1:
         return
-    if (missing := _padded_batch(config) - size * n) == 0:
-        return
-    up, fits = -(-size // mini_batch) * mini_batch, math.gcd(size, mini_batch)
-    yield told("batch-is-padded", size=size, mini_batch=mini_batch, missing=missing, up=up, fits=fits)
+    if missing := _padded_batch(config) - size * n:
+        problem = f"{size} prompts do not fill mini-batches of {mini_batch}: verl adds {missing} synthetic sequences"
+        remedy = f"Set data.train_batch_size={-(-size // mini_batch) * mini_batch}, "
+        remedy += f"or {MODEL}.actor.ppo_mini_batch_size={math.gcd(size, mini_batch)}."
+        yield Fault("data.train_batch_size", problem, f"a multiple of {mini_batch}", remedy)
 
 
 @rule("token-budget-too-small")
-def token_budget(config: DictConfig, environment: Environment) -> Faults:
+def token_budget(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """With dynamic batch sizes verl asserts that every sequence fits into a micro-batch, after the first rollout."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     model, found = config.actor_rollout_ref, {engine.role: engine for engine in engines(config)}
     budgets = [
-        ("actor", "actor_rollout_ref.actor", model.actor.use_dynamic_bsz, "ppo_max_token_len_per_gpu"),
-        ("actor", ROLLOUT, model.rollout.log_prob_use_dynamic_bsz, "log_prob_max_token_len_per_gpu"),
-        ("ref", "actor_rollout_ref.ref", model.ref.log_prob_use_dynamic_bsz, "log_prob_max_token_len_per_gpu"),
-        ("critic", "critic", config.critic.use_dynamic_bsz, "ppo_max_token_len_per_gpu"),
-        ("critic", "critic", config.critic.use_dynamic_bsz, "ppo_infer_max_token_len_per_gpu"),
+        ("actor", model.actor.use_dynamic_bsz, f"{MODEL}.actor.ppo_max_token_len_per_gpu"),
+        ("actor", model.rollout.log_prob_use_dynamic_bsz, f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
+        ("ref", model.ref.log_prob_use_dynamic_bsz, f"{MODEL}.ref.log_prob_max_token_len_per_gpu"),
+        ("critic", config.critic.use_dynamic_bsz, "critic.ppo_max_token_len_per_gpu"),
+        ("critic", config.critic.use_dynamic_bsz, "critic.ppo_infer_max_token_len_per_gpu"),
     ]
-    for role, path, dynamic, budget in budgets:
-        setting = f"{path}.{budget}"
+    for role, dynamic, setting in budgets:
         if role not in found or not dynamic or (tokens := OmegaConf.select(config, setting)) is None:
             continue
-        _, parallel = found[role].ulysses
-        if tokens * parallel < longest:
-            yield told("token-budget-too-small", setting=setting, longest=longest, least=-(-longest // parallel))
-
-
-@rule("vllm-refuses-setting", about="the length of the model's context")
-def vllm_refuses_setting(config: DictConfig, environment: Environment) -> Faults:
-    """What vLLM's own configuration classes refuse, minutes after Ray has started."""
-    rollout, own = config.actor_rollout_ref.rollout, engine_kwargs(config)
-    if rollout.name != "vllm":
-        return
-
-    def asked(key: str) -> tuple[str, Any]:
-        path = f"{ROLLOUT}.engine_kwargs.vllm.{key}" if key in own else f"{ROLLOUT}.{key}"
-        return path, own.get(key, rollout.get(key))
-
-    (named, dtype), (shared, share), (sized, context) = map(asked, ("dtype", "gpu_memory_utilization", "max_model_len"))
-    (room, batched), (other, sequences) = map(asked, ("max_num_batched_tokens", "max_num_seqs"))
-    counts = isinstance(batched, int) and isinstance(sequences, int)
-    rank, positions = lora_rank(config), None
-    if isinstance(context, int):
-        positions = environment.model.get("max_position_embeddings")
-    yield from told_where(
-        "vllm-refuses-setting",
-        {
-            "dtype": dtype not in VLLM_DTYPES,
-            "share": not isinstance(share, int | float) or not 0 < share <= 1,
-            "batched": counts and batched < sequences,
-            "rank": rank > VLLM_LORA_RANK and not lora_is_merged(config),
-            "positions": isinstance(positions, int) and context > positions,
-        },
-        named=named, dtypes=", ".join(VLLM_DTYPES), shared=shared, room=room, other=other, sequences=sequences,
-        rank=rank, vllm_lora_rank=VLLM_LORA_RANK, sized=sized, positions=positions,
-    )  # fmt: skip
-
-
-VLLM_LORA_RANK = 512  # The largest of `MaxLoRARanks` of vllm/config/lora.py.
-# `ModelDType` of vllm/config/model.py (compared by tests/check/rules/test_planted_edits.py).
-VLLM_DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
+        least = -(-longest // found[role].ulysses[1])
+        if tokens < least:
+            problem = f"a sequence of {longest} tokens (prompt and response) fits into no micro-batch: verl stops at it"
+            yield Fault(setting, problem, f"at least {least}", "Raise it, or shorten the responses.")

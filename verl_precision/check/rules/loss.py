@@ -2,19 +2,22 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import DTYPES
 from verl_precision.base.verl_config import engines, rollout_dtype
-from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, as_fault, as_faults, rule, told
+from verl_precision.check.rules.rule import Environment, Fault, Severity, faults_raised_by, rule
 from verl_precision.losses import settings as limits
 from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
 from verl_precision.losses.rollout_weights import LEVELS
 
+ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
-LOSS_CORRECTION = "actor_rollout_ref.actor.policy_loss.rollout_correction"
-RATIO_SOURCE = "actor_rollout_ref.actor.fsdp_config.shadow.ratio_source"
+BYPASS = f"{CORRECTION}.bypass_mode"
+LOSS_CORRECTION = f"{ACTOR}.policy_loss.rollout_correction"
+RATIO_SOURCE = f"{ACTOR}.fsdp_config.shadow.ratio_source"
 MAX_USUAL_THRESHOLD = 10  # Beyond verl's documented 1.5 to 10; `1_5` and `2_10` are read as 15 and 210.
 SYMMETRY = 0.01  # log(lower x upper) of a band that is the same both ways round
 VERLS_CLIP_RATIO_C = 3.0
@@ -31,7 +34,7 @@ def weighs_responses(config: DictConfig) -> bool:
 
 
 @rule("normalizer-missing")
-def normalizer_missing(config: DictConfig, environment: Environment) -> Faults:
+def normalizer_missing(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """seq-mean-token-sum-norm without its constant divides by the padded width of each micro-batch.
 
     A loss or an estimator of this package has the constant in its equation, and refuses to train without. verl's own
@@ -40,60 +43,60 @@ def normalizer_missing(config: DictConfig, environment: Environment) -> Faults:
     actor = config.actor_rollout_ref.actor
     ours = _loss(config) in POLICY_LOSSES or OmegaConf.select(config, "hydra.runtime.choices.estimator")
     if actor.loss_agg_mode == limits.NORM_MODE:
-        for error in as_faults(limits.require_normalizer, actor.get("loss_scale_factor")):
-            yield as_fault(error, severity="error" if ours else "warning")
+        for fault in faults_raised_by(limits.require_normalizer, actor.get("loss_scale_factor")):
+            yield replace(fault, severity="error" if ours else "warning")
 
 
 @rule("kl-twice", "warning")
-def kl_twice(config: DictConfig, environment: Environment) -> Faults:
+def kl_twice(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl has two places for the KL to the reference, and takes both."""
     actor, setting = config.actor_rollout_ref.actor, "algorithm.use_kl_in_reward"
-    penalties = actor.get("kl_loss_coef"), OmegaConf.select(config, "algorithm.kl_ctrl.kl_coef")
-    if actor.use_kl_loss and OmegaConf.select(config, setting) and all(penalties):
-        loss, reward = penalties
-        yield Fault(
-            setting=setting,
-            problem=f"the KL to the reference counts twice: in the reward (x {reward}) and the loss (x {loss})",
-            allowed="one of the two",
-            remedy=f"Set {setting}=False, or set actor_rollout_ref.actor.use_kl_loss=False.",
-        )
+    loss, reward = actor.get("kl_loss_coef"), OmegaConf.select(config, "algorithm.kl_ctrl.kl_coef")
+    if actor.use_kl_loss and OmegaConf.select(config, setting) and loss and reward:
+        problem = f"the KL to the reference counts twice: in the reward (x {reward}) and the loss (x {loss})"
+        yield Fault(setting, problem, "one of the two", f"Set {setting}=False, or set {ACTOR}.use_kl_loss=False.")
 
 
 @rule("bypass-loss-unconfigured")
-def bypass_loss_unconfigured(config: DictConfig, environment: Environment) -> Faults:
+def bypass_loss_unconfigured(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl's own loss for bypass mode needs a block of settings."""
     if _loss(config) == "bypass_mode" and OmegaConf.select(config, LOSS_CORRECTION) is None:
-        yield told("bypass-loss-unconfigured")
+        problem = "loss_mode=bypass_mode reads its settings there and raises in the first update without them"
+        remedy = f"Choose estimator=pg_seq_tis or pg_seq_mis, or set +{LOSS_CORRECTION}.*."
+        yield Fault(LOSS_CORRECTION, problem, "a RolloutCorrectionConfig", remedy)
 
 
 @rule("bypass-without-loss")
-def bypass_without_loss(config: DictConfig, environment: Environment) -> Faults:
+def bypass_without_loss(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """`bypass_mode` swaps the old log-probs, and in the V1 trainer nothing else of what was asked for."""
     if _takes_rollout_as_old(config) and (ignored := _ignored_in_bypass(config)):
-        yield told("bypass-without-loss", ignored=" and ".join(ignored))
+        problem = f"verl's V1 trainer ignores {' and '.join(ignored)} here, and the clip acts on the mismatch"
+        remedy = "Choose estimator=pg_seq_is, pg_seq_tis or pg_seq_mis."
+        yield Fault(BYPASS, problem, "False, or a loss that knows bypass mode", remedy)
 
 
 @rule("setting-ignored", "warning")
-def weights_unread_in_bypass(config: DictConfig, environment: Environment) -> Faults:
+def weights_unread_in_bypass(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """In bypass mode the V1 trainer leaves out the step that makes weights; a loss that knows the mode has its own."""
     correction, loss = _correction(config), _loss(config)
     if loss in POLICY_LOSSES and "rollout_log_probs" in _needs(config):
         for key in ("rollout_is", "rollout_rs"):
             if correction.get(key) and config.trainer.get("use_v1", True):
                 problem = f"nothing reads it in bypass mode, which loss_mode={loss} needs: it uses the log-probs itself"
-                setting = f"{CORRECTION}.{key}"
-                yield Fault(setting=setting, problem=problem, allowed="null", remedy=f"Leave out {setting}.")
+                yield Fault(f"{CORRECTION}.{key}", problem, "null", f"Leave out {CORRECTION}.{key}.")
 
 
 @rule("bypass-clips-mismatch", "warning")
-def bypass_clips_mismatch(config: DictConfig, environment: Environment) -> Faults:
+def bypass_clips_mismatch(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Bypass mode alone makes the clip act on the mismatch."""
     if _has_mismatch_in_clip(config) and not _ignored_in_bypass(config):
-        yield told("bypass-clips-mismatch", loss=_loss(config))
+        problem = f"loss_mode={_loss(config)} clips the ratio to the rollout, which contains the mismatch"
+        remedy = "Set it to False, or choose estimator=pg_seq_is."
+        yield Fault(BYPASS, problem, "False, or a loss that knows bypass mode", remedy)
 
 
 @rule("updates-below-grid", "warning")
-def updates_below_grid(config: DictConfig, environment: Environment) -> Faults:
+def updates_below_grid(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """The trainer's weights move at once, the rollout's rounded ones do not, and the clip cuts what has been learnt."""
     actor, rollout = engines(config)[0], rollout_dtype(config)
     learning_rate = (actor.optim or {}).get("lr", 0)
@@ -104,10 +107,11 @@ def updates_below_grid(config: DictConfig, environment: Environment) -> Faults:
         return
     if _has_mismatch_in_clip(config):
         step = TYPICAL_WEIGHT * 2 ** -(bits + 0.5)  # half the distance of two neighbours, on average
-        yield told(
-            "updates-below-grid", actor=actor, rollout=rollout, typical_weight=TYPICAL_WEIGHT, step=step,
-            updates=step / learning_rate, learning_rate=learning_rate,
-        )  # fmt: skip
+        problem = f"the trainer computes in {actor.compute}, the rollout in {rollout}, on whose grid a weight of "
+        problem += f"{TYPICAL_WEIGHT} has to move by {step:.1e} until the rollout sees it: about "
+        problem += f"{step / learning_rate:.0f} updates at lr={learning_rate}. Until then the clip cuts what was learnt"
+        remedy = f"Choose precision=fp16 or precision=bf16, where both round, or set {RATIO_SOURCE}=shadow."
+        yield Fault("actor_rollout_ref.rollout.dtype", problem, "the actor's dtype", remedy)
 
 
 def _has_mismatch_in_clip(config: DictConfig) -> bool:
@@ -130,42 +134,37 @@ def _ignored_in_bypass(config: DictConfig) -> list[str]:
 
 
 @rule("threshold-misread")
-def weight_threshold_misread(config: DictConfig, environment: Environment) -> Faults:
-    """`0.5_5` is a number to YAML: 0.55. So is `1e-9_3`: 1e-93."""
+def threshold_misread(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """`0.5_5` is a number to YAML: 0.55. So is `1e-9_3`: 1e-93. And one number below 1 is an empty k1 band."""
     # this package's losses and weights say it in their own words
     own = {
         LOSS_CORRECTION: (limits.THRESHOLD, "threshold" in _needs(config)),
         CORRECTION: (limits.WEIGHT_THRESHOLD, _correction(config).get("rollout_is") in LEVELS),
     }
     for path, correction in _corrections(config):
+        rejects, setting = correction.get("rollout_rs_threshold"), f"{path}.rollout_rs_threshold"
+        if "k1" in str(correction.get("rollout_rs")) and isinstance(rejects, int | float) and not rejects > 1:
+            problem = "a k1 band goes from its reciprocal up to it: all is rejected. YAML reads 0.5_5 as 0.55"
+            allowed = "a number > 1, or a band whose parts have a decimal point, as 0.5_2.0"
+            yield Fault(setting, problem, allowed, f"Set {setting}=2.0.")
         value, (setting, ours) = correction.get("rollout_is_threshold"), own[path]
         level = LEVELS.get(correction.get("rollout_is"))
         bounds = level.bounds if level else limits.require_threshold
-        said = list(as_faults(bounds, value, setting)) if ours else []
+        said = list(faults_raised_by(bounds, value, setting)) if ours else []
         yield from said
         bounds_ratio = bounds is limits.require_threshold and correction.get("rollout_is")
-        if said or not bounds_ratio or not isinstance(value, int | float):
+        if said or not bounds_ratio or not isinstance(value, int | float) or 1 <= value <= MAX_USUAL_THRESHOLD:
             continue
-        if value < 1 or value > MAX_USUAL_THRESHOLD:
-            effect = "would truncate weights of on-policy tokens (ratio 1)" if value < 1 else "hardly ever acts"
-            severity: Severity = "error" if value < 1 else "warning"
-            yield told(
-                "threshold-misread weights", severity=severity, path=path, effect=effect,
-                max_usual_threshold=MAX_USUAL_THRESHOLD,
-            )  # fmt: skip
-
-
-@rule("threshold-misread")
-def rejection_threshold_misread(config: DictConfig, environment: Environment) -> Faults:
-    """One number below 1 is an empty k1 band."""
-    for path, correction in _corrections(config):
-        value = correction.get("rollout_rs_threshold")
-        if "k1" in str(correction.get("rollout_rs")) and isinstance(value, int | float) and not value > 1:
-            yield told("threshold-misread k1", path=path)
+        effect = "would truncate weights of on-policy tokens (ratio 1)" if value < 1 else "hardly ever acts"
+        problem = f"it {effect}. YAML reads a band such as 0.5_5 as 0.55, 1e-9_3 as 1e-93 and 2_10 as 210"
+        allowed = f"a number in [1, {MAX_USUAL_THRESHOLD}], or a band as 0.5_5.0"
+        remedy = f"Set {path}.rollout_is_threshold=2.0, or the band as 0.5_5.0."
+        severity: Severity = "error" if value < 1 else "warning"
+        yield Fault(f"{path}.rollout_is_threshold", problem, allowed, remedy, severity=severity)
 
 
 @rule("k1-bounds-inverted")
-def k1_bounds_inverted(config: DictConfig, environment: Environment) -> Faults:
+def k1_bounds_inverted(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """k1 is -log r, compared with [log lower, log upper]: a band keeps r in [1/upper, 1/lower]."""
     for path, correction in _corrections(config):
         modes, value = correction.get("rollout_rs"), correction.get("rollout_rs_threshold")
@@ -176,9 +175,12 @@ def k1_bounds_inverted(config: DictConfig, environment: Environment) -> Faults:
             bounds = _band(band)
             if not name.endswith("k1") or bounds is None or abs(math.log(bounds[0] * bounds[1])) <= SYMMETRY:
                 continue
-            low, high = bounds
-            kept = (f"{1 / high:.4g}", f"{1 / low:.4g}", float(f"{1 / low:.4g}"))
-            yield told("k1-bounds-inverted", path=path, name=name, kept=kept, low=low, high=high)
+            (low, high), setting = bounds, f"{path}.rollout_rs_threshold"
+            first, last = f"{1 / high:.4g}", f"{1 / low:.4g}"
+            problem = f"{name} compares -log r: ratios in [{first}, {last}] are kept, not [{low:g}, {high:g}]"
+            allowed = "a band that is the same both ways round, as 0.5_2.0, or reciprocals"
+            remedy = f"To keep [{low:g}, {high:g}] set {setting}={first}_{float(last)}."  # a point: else YAML's number
+            yield Fault(setting, problem, allowed, remedy)
 
 
 def _band(text: str) -> tuple[float, float] | None:
@@ -190,52 +192,56 @@ def _band(text: str) -> tuple[float, float] | None:
 
 
 @rule("clip-ratio-c-ignored", "warning")
-def clip_ratio_c_ignored(config: DictConfig, environment: Environment) -> Faults:
+def clip_ratio_c_ignored(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Most losses have no dual clip; a value set for it does nothing."""
     value = config.actor_rollout_ref.actor.get("clip_ratio_c", VERLS_CLIP_RATIO_C)
     if _loss(config) in (*POLICY_LOSSES, *ONE_CLIP) and value != VERLS_CLIP_RATIO_C:
-        yield told("clip-ratio-c-ignored", loss=_loss(config), verls_clip_ratio_c=VERLS_CLIP_RATIO_C)
+        problem = f"loss_mode={_loss(config)} does not read it; verl's vanilla and DPPO do"
+        allowed = f"{VERLS_CLIP_RATIO_C} (verl's default, not read)"
+        yield Fault(f"{ACTOR}.clip_ratio_c", problem, allowed, "Remove the setting.")
 
 
 @rule("loss-settings")
-def clip_range(config: DictConfig, environment: Environment) -> Faults:
-    """The clip range of a loss of this package, and its threshold of rejection."""
-    if "clip_low" in _needs(config):
+def loss_settings(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """The clip range of a loss of this package, its threshold of rejection, and the log-probs that it weighs by."""
+    needs, own, loss = _needs(config), _loss_correction(config), _loss(config)
+    if "clip_low" in needs:
         actor = config.actor_rollout_ref.actor
-        yield from as_faults(limits.require_clip_range, actor.clip_ratio_low, actor.clip_ratio_high)
-    if "rejection_threshold" in _needs(config):
-        value = _loss_correction(config).get("rollout_rs_threshold")
-        yield from as_faults(limits.require_divergence, value, limits.REJECTION_THRESHOLD)
-
-
-@rule("loss-settings")
-def loss_without_bypass(config: DictConfig, environment: Environment) -> Faults:
-    """A loss that weighs by the rollout's log-probs gets them in bypass mode of verl's V1 trainer only."""
-    if "rollout_log_probs" not in _needs(config):
+        yield from faults_raised_by(limits.require_clip_range, actor.clip_ratio_low, actor.clip_ratio_high)
+    if "rejection_threshold" in needs:
+        rejects = own.get("rollout_rs_threshold")
+        yield from faults_raised_by(limits.require_divergence, rejects, limits.REJECTION_THRESHOLD)
+    if "rollout_log_probs" not in needs:  # it gets them in bypass mode of verl's V1 trainer only
         return
-    loss, bypass = _loss(config), _correction(config).get("bypass_mode", False)
-    if bypass is True:  # a copy of the setting tells the worker whose log-probs it is given
-        yield from as_faults(limits.require_bypass, _loss_correction(config).get("bypass_mode"), loss)
+    if (bypass := _correction(config).get("bypass_mode", False)) is True:  # a copy tells the worker whose they are
+        yield from faults_raised_by(limits.require_bypass, own.get("bypass_mode"), loss)
     else:
-        yield told("loss-settings bypass", value=bypass, loss=loss, preset=loss.removeprefix("vp_"))
+        problem = f"loss_mode={loss} weighs by the rollout's log-probs, and verl would recompute the old ones"
+        remedy = f"Choose the preset estimator={loss.removeprefix('vp_')}, which sets it and its copy for the loss."
+        yield Fault(BYPASS, problem, "True", remedy, value=bypass)
     if not config.trainer.get("use_v1", True):
-        yield told("loss-settings v0", loss=loss)
+        problem = f"in bypass mode verl's V0 trainer replaces loss_mode={loss} by its own bypass_mode"
+        yield Fault("trainer.use_v1", problem, "True")
 
 
 @rule("loss-settings")
-def weights_not_applied(config: DictConfig, environment: Environment) -> Faults:
+def weights_not_applied(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Weights of this package need a loss that applies them, and a verl that leaves them as they are."""
     correction, weights = _correction(config), _correction(config).get("rollout_is")
     if weights not in LEVELS:
         return
     if "rollout_is_weights" not in _needs(config):
         applying = [name for name, entry in POLICY_LOSSES.items() if "rollout_is_weights" in entry.parameters]
-        yield told("loss-settings loss", value=_loss(config), weights=weights, applying=", ".join(applying))
+        setting = f"{ACTOR}.policy_loss.loss_mode"
+        problem = f"this loss does not apply the weights {CORRECTION}.rollout_is={weights} as the equation says"
+        yield Fault(setting, problem, ", ".join(applying), f"Set {setting}=vp_grpo.", value=_loss(config))
     if correction.get("bypass_mode"):
-        yield told("loss-settings weights in bypass", weights=weights)
+        problem = f"in bypass mode verl silently makes no weights for rollout_is={weights}"
+        yield Fault(BYPASS, problem, "False", "Set it to False, or choose estimator=pg_seq_tis or pg_seq_mis.")
     if correction.get("rollout_rs") is not None:
-        yield told("loss-settings rejection", weights=weights)
-    yield from as_faults(limits.require_plain_weights, correction.get("rollout_is_batch_normalize"), weights)
+        problem = f"with rollout_is={weights} rejected tokens leave the mask, and with it the denominator"
+        yield Fault(f"{CORRECTION}.rollout_rs", problem, "null")
+    yield from faults_raised_by(limits.require_plain_weights, correction.get("rollout_is_batch_normalize"), weights)
 
 
 def _loss(config: DictConfig) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.check.rules.rule import SEVERITIES, Environment, Fault, Faults, Severity, rule
+from verl_precision.check.rules.rule import Environment, Fault, Severity, rule
 from verl_precision.check.winning_words import WIN, shown, winning_words, with_presets_winning
 
 NAME = "preset-overruled"
@@ -23,22 +23,21 @@ _EFFECTS: tuple[tuple[str, Severity, str], ...] = (
     (r"use_kl_loss|use_kl_in_reward|kl_\w+", "warning", "the KL term is another one"),
     (r"entropy_coeff", "warning", "the entropy term is another one"),
     (r"loss_agg_mode|loss_scale_factor", "warning", "tokens and responses are weighed otherwise"),
-    (r"clip_ratio\w*", "warning", "the loss clips elsewhere"),
-    (r"rollout_is_threshold|rollout_rs_threshold", "warning", "the loss has another bound"),
+    (r"clip_ratio\w*|rollout_is_threshold|rollout_rs_threshold", "warning", "the loss clips elsewhere"),
     (r"\w*dtype", "warning", "this part computes in another dtype"),
     (r"\w+", "warning", "this part of the preset is not in force"),
 )
 
 
 @rule(NAME, "warning")
-def preset_overruled(config: DictConfig, environment: Environment) -> Faults:
+def preset_overruled(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Hydra lets words of the command win over presets, and says nothing of it."""
     wins = OmegaConf.select(config, WIN)
     found = [each for each in winning_words(config) if each.contradicts] if wins is not False else []
     if wins and found:  # they were not replaced
         problem = "Hydra's multirun has no moment at which presets could replace words of the command"
         remedy = f"Start the runs one by one, or leave out {' '.join(dict.fromkeys(each.word for each in found))}."
-        yield Fault(setting=WIN, severity="error", problem=problem, allowed="a single run", remedy=remedy)
+        yield Fault(WIN, problem, "a single run", remedy, severity="error")
         return
     for each in found:
         fits = ((how, what) for end, how, what in _EFFECTS if re.search(rf"(^|\.)({end})$", each.setting))
@@ -46,11 +45,12 @@ def preset_overruled(config: DictConfig, environment: Environment) -> Faults:
         word = "the command's word" if each.word.lstrip("+").startswith(f"{each.setting}=") else shown(each.word)
         problem = f"{word} wins over {each.preset}, which has {each.wanted}: {effect}"
         remedy = f"Leave out {shown(each.word)}, or add +presets=win.{MEANT}"
-        yield Fault("", severity, each.setting, each.value, problem, f"{each.wanted}, the preset's", remedy)
+        allowed = f"{each.wanted}, the preset's"
+        yield Fault(each.setting, problem, allowed, remedy, value=each.value, severity=severity)
 
 
 @rule(OF_PRESETS[1])
-def distilled(config: DictConfig, environment: Environment) -> Faults:
+def distilled(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Distillation puts a loss of its own in place of the estimator's, or beside it."""
     choice = OmegaConf.select(config, "hydra.runtime.choices.estimator")
     distillation = config.get("distillation") or {}
@@ -58,15 +58,14 @@ def distilled(config: DictConfig, environment: Environment) -> Faults:
     tasks, gradient = loss.get("use_task_rewards", True), loss.get("use_policy_gradient", False)
     if not choice or not distillation.get("enabled") or OmegaConf.select(config, WIN) is False:
         return
-    setting = "distillation.enabled"
+    setting, kind = "distillation.enabled", f"the divergence {loss.get('loss_mode')} to a teacher"
     if gradient:
         setting = "distillation.distillation_loss.use_policy_gradient"
         kind = f"a policy gradient towards a teacher with verl's {loss.get('policy_loss_mode')}"
-    else:
-        kind = f"the divergence {loss.get('loss_mode')} to a teacher"
     problem = f"verl trains {kind}, {'beside' if tasks else 'and not'} the loss of estimator={choice}"
     remedy = f"Leave out the distillation, or estimator={choice}.{MEANT}"
-    yield Fault("", "warning" if tasks and not gradient else "error", setting, None, problem, "False", remedy)
+    severity: Severity = "warning" if tasks and not gradient else "error"
+    yield Fault(setting, problem, "False", remedy, severity=severity)
 
 
 def one_for_a_cause(
@@ -81,23 +80,19 @@ def one_for_a_cause(
     if not words:
         yield from faults
         return
-    rank = SEVERITIES.index
-    worst = min(rank(each.severity or "error") for each in words.values())
+    worst = min(each.rank for each in words.values())
     left = {(each.name, each.setting) for each in ask(with_presets_winning(config))}
     for fault in faults:
         others = [each for each in faults if each.setting == fault.setting and each.name != NAME]
         if fault.name == NAME:
-            gravest = min(others, key=lambda each: rank(each.severity or "error"), default=None)
-            yield fault if gravest is None else _joined(fault, gravest)
-        elif fault.setting not in words and (
-            (fault.name, fault.setting) in left or rank(fault.severity or "error") < worst
-        ):
+            yield _joined(fault, min(others, key=lambda each: each.rank)) if others else fault
+        elif fault.setting not in words and ((fault.name, fault.setting) in left or fault.rank < worst):
             yield fault
 
 
 def _joined(word: Fault, other: Fault) -> Fault:
     """Return the graver of two faults of one setting, which says both, with the remedy of the word."""
-    graver = min(other, word, key=lambda each: SEVERITIES.index(each.severity or "error"))
+    graver = min(other, word, key=lambda each: each.rank)
     problem = f"{word.problem.rpartition(': ')[0]}: {other.problem}"
     remedy = word.remedy if graver is word else word.remedy.partition(MEANT)[0]  # the other rule refuses it anyway
     return replace(graver, problem=problem, remedy=remedy)

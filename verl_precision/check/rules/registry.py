@@ -5,6 +5,7 @@ import pkgutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import metadata
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -12,16 +13,15 @@ from verl_precision.base.errors import sentence
 from verl_precision.check import rules
 from verl_precision.check.remedies import without_chosen
 from verl_precision.check.rules.presets import one_for_a_cause
-from verl_precision.check.rules.rule import RULES, SEVERITIES, Environment, Fault, Rule
+from verl_precision.check.rules.rule import RULES, Environment, Fault, Rule
 from verl_precision.check.rules.run import made_by_a_script
 
 # Every module of the folder adds its rules to `RULES` when it is imported.
 for _module in pkgutil.iter_modules(rules.__path__, f"{rules.__name__}."):
     if _module.name != __name__:
         importlib.import_module(_module.name)
-# Whoever has imported which module before: what cannot work at all comes before what is wrong about it.
-FIRST = tuple(f"{rules.__name__}.{name}" for name in ("run", "tables"))
-RULES.sort(key=lambda rule: (not rule.look.__module__.startswith(FIRST), rule.look.__module__))
+for _point in metadata.entry_points(group="verl_precision.rules"):  # modules of what is installed beside the plugin
+    _point.load()
 
 # Of these rules of a machine: what was read in a file that is here holds wherever the run is.
 READ_IN_FILES = ("column-missing", "batch-exceeds-data", "epochs-end-first", "reward-function-missing")
@@ -37,7 +37,7 @@ def find_faults(config: DictConfig, environment: Environment, this_machine: bool
     """
     ask = partial(_ask, environment=environment, this_machine=this_machine)
     faults = [without_chosen(fault, config) for fault in one_for_a_cause(config, ask(config), ask)]
-    return sorted(faults, key=lambda fault: SEVERITIES.index(fault.severity or "error"))
+    return sorted(faults, key=lambda fault: fault.rank)
 
 
 def _ask(config: DictConfig, environment: Environment, this_machine: bool) -> list[Fault]:
@@ -76,4 +76,6 @@ def _unchecked(config: DictConfig, environment: Environment, missed: Sequence[tu
         if subjects := list(dict.fromkeys((*unknown.subjects, *asking))):
             value = OmegaConf.select(config, unknown.setting) if unknown.value is None else unknown.value
             problem = sentence(f"{unknown.why}. Not looked at: {', '.join(subjects)}")
-            yield Fault(unknown.name, "unchecked", unknown.setting, value, problem, remedy=unknown.remedy)
+            yield Fault(
+                unknown.setting, problem, "", unknown.remedy, value=value, severity="unchecked", name=unknown.name
+            )

@@ -1,21 +1,19 @@
 """What a rule is, what it finds, and what it may know beyond the config.
 
 A new rule is one function, in the module of its subject. The decorator says its name and how serious it is; the
-function yields a `Fault` for each setting that is wrong, in the words of texts.yaml (`told`). `half-weights` in
-`dtypes.py` is a short one.
+function yields a `Fault` for each setting that is wrong, words and all. `export-rounds` in `dtypes.py` is a short one.
 
 Then plant the fault: one row of tests/check/rules/planted_faults.txt. Describe it: a row in docs/precision.md.
 """
 
-import functools
+from bisect import insort
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.errors import VerlPrecisionError, describe, filled, sentence
-from verl_precision.base.files import table_of
+from verl_precision.base.errors import VerlPrecisionError, describe, sentence
 from verl_precision.check.rules.gpu_memory import ModelShape, shape_of
 from verl_precision.losses.invariance import Trial
 
@@ -29,27 +27,32 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "unchecked")  # in the o
 class Fault:
     """One thing that is wrong with a composed config. What a rule leaves out is filled in."""
 
-    name: str = ""  # stable name, for machines and for searching docs/precision.md; left out: the rule's
-    severity: Severity | Literal[""] = ""  # left out: the rule's
     setting: str = ""  # full path of the setting
-    value: object = None  # its value; left out: the one in the config
     problem: str = ""  # what happens because of it
     allowed: str = ""  # values that work
     remedy: str = ""  # what to do; left out: "Set <setting>=<allowed>."
+    _: KW_ONLY
+    value: object = None  # its value; left out: the one in the config
+    severity: Severity | Literal[""] = ""  # left out: the rule's
+    name: str = ""  # stable name, for machines and for searching docs/precision.md; left out: the rule's
+
+    @property
+    def rank(self) -> int:
+        """Its place in `SEVERITIES`: 0 is the gravest."""
+        return SEVERITIES.index(self.severity or "error")
 
     def __str__(self) -> str:
         """Return one line for a log."""
         return f"{describe(self.problem, self.setting, self.value, self.allowed, self.remedy)} [{self.name}]"
 
 
-def as_fault(error: VerlPrecisionError, name: str = "", severity: Severity | Literal[""] = "") -> Fault:
+def fault_of_error(error: VerlPrecisionError, name: str = "", severity: Severity | Literal[""] = "") -> Fault:
     """Return a fault with the fields of an error."""
     fields = ("setting", "value", "problem", "allowed", "remedy")
-    return Fault(name, severity, **{field: getattr(error, field) for field in fields})
+    return Fault(name=name, severity=severity, **{field: getattr(error, field) for field in fields})
 
 
-Faults = Iterator[Fault | VerlPrecisionError]
-"""What a rule yields. An error with which another room refuses a value counts as a fault with the same texts."""
+Faults = Iterator[Fault]  # what a rule yields
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,7 @@ class Machine:
     memory: int  # bytes of memory available
     shared_memory: int  # bytes free in /dev/shm
     flash_attention: bool = True  # whether flash-attn is installed
-    math_verify: bool = True  # whether math-verify is
-    # what `actor_rollout_ref.model.path` is there
-    model: Literal["model folder", "folder without config.json", "file", "nothing"] = "model folder"
+    model: Literal["model folder", "folder without config.json", "file", "nothing"] = "model folder"  # at its path
     critic_missing: bool = False  # whether `critic.model.path` is no folder there
     missing_models: frozenset[str] = frozenset()  # served models that are no folder there
     missing_files: frozenset[str] = frozenset()  # files that the config names and that are not there
@@ -70,18 +71,14 @@ class Machine:
     parameters: int | None = None  # of the model, by its `config.json`; None where that is not known
     checkpoint_disk: int | None = None  # bytes free for `trainer.default_local_dir`
     removable: int = 0  # bytes of the checkpoints there that are not marked to be kept
-    # folders that cannot be made or written to, among those that a run writes to
-    unwritable: frozenset[str] = frozenset()
-    # packages that are not installed, among those that a logger or another setting needs
-    missing_packages: frozenset[str] = frozenset()
+    unwritable: frozenset[str] = frozenset()  # folders of the run that cannot be made or written to
+    missing_packages: frozenset[str] = frozenset()  # those not installed that a logger or another setting needs
     missing_for_model: frozenset[str] = frozenset()  # the same among those that the model's classes need
     columns: tuple[str, ...] | None = None  # of the first training file; None where that cannot be read
     train_rows: int | None = None  # rows of the training files; None where that is not known
-    # names that the reward function's file defines; None where it cannot be told without running it
-    reward_names: Mapping[str, frozenset[str] | None] | None = None
+    reward_names: Mapping[str, frozenset[str] | None] | None = None  # of its file; None: only running it tells
     kernel_problem: VerlPrecisionError | None = None  # why vLLM has no kernels for this CPU, or None
-    # elements of one of the model's attention heads, where vLLM has no CPU kernel for that; else None
-    head_size: int | None = None
+    head_size: int | None = None  # elements of an attention head, where vLLM has no CPU kernel for it; else None
     head_sizes: tuple[int, ...] = ()  # sizes for which it has one; empty where `head_size` is None
 
 
@@ -116,22 +113,19 @@ class Environment:
 
     vllm: str | None = None  # version of the installed vLLM, of any build, or None
     gpus: tuple[str, ...] = ()  # names of the GPUs
-    # content of the model's `config.json`; empty where it is not at hand
-    model: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)  # its `config.json`; empty where it is not at hand
     critic: Mapping[str, Any] = field(default_factory=dict)  # the same of the critic's model, where there is a critic
     served: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of each served model, by its setting
     adapter: Mapping[str, Any] = field(default_factory=dict)  # of `adapter_config.json`; empty where none is loaded
     tokenizer_problem: VerlPrecisionError | None = None  # why verl cannot build prompts with the tokenizer, or None
     refusals: tuple[VerlPrecisionError, ...] = ()  # what verl's own validators and registries refuse
     misspelt: tuple[VerlPrecisionError, ...] = ()  # settings that verl does not have, almost spelt as one that it has
-    # value of `VERL_USE_EXTERNAL_PLUGINS` where verl did not load the plugin; None where it did
-    plugin_policy: str | None = None
+    plugin_policy: str | None = None  # `VERL_USE_EXTERNAL_PLUGINS`, where verl did not load the plugin for it
     cores: int | None = None  # number of CPU cores, which Ray takes for its logical CPUs
     ray_address: str | None = None  # value of `RAY_ADDRESS`
     seconds_left: float | None = None  # until Slurm ends the job that this process is in; None elsewhere
     loss: TriedLoss | None = None  # what came of trying the policy loss; None where it was not tried
-    # by the features that the config asks for and cannot have: host symbols, and what is wrong with each
-    lost: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    lost: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by feature asked for: symbols, their faults
     machine: Machine | None = None  # the machine at hand, or None where nobody looked at it
     elsewhere: str = ""  # why the run is taken to be for another machine than the one at hand; empty: it is for this
     unknown: tuple[Unknown, ...] = ()  # what was looked for and not found
@@ -166,12 +160,18 @@ class Rule:
 
     name: str  # name of its faults; rules about one subject may share it
     severity: Severity  # severity of its faults, where they do not say another
-    # yields what is wrong, a pure function of the config and the environment (or the machine)
+    # yields what is wrong: a pure function of the config and the environment (or the machine)
     look: Callable[[DictConfig, Any], Faults]
     # whether it is about the machine at hand. It is given a `Machine`, it is not asked where that is unknown, and its
     # faults are warnings where a config is only checked
     of_machine: bool = False
     about: str = ""  # its subject in a few words, for a verdict that says what was not looked at; left out: its name
+
+    @property
+    def place(self) -> tuple[bool, str]:
+        """Its place among the rules, by its module: what cannot work at all comes before what is wrong about it."""
+        module = self.look.__module__
+        return not module.endswith((".check.rules.run", ".check.rules.tables", ".arithmetic.rules")), module
 
     def answer(self, config: DictConfig, environment: Environment) -> tuple[list[Fault], set[str]]:
         """Return what is wrong with a composed config, and which unknown fields the rule would have had to know."""
@@ -180,62 +180,36 @@ class Rule:
             return [], set()
         unknown, of = {field for each in environment.unknown for field in each.fields}, "machine." * self.of_machine
         asked = Asked(known, {field.removeprefix(of) for field in unknown if field.startswith("machine.") == bool(of)})
-        return list(self._faults(config, asked)), {of + field for field in asked.missed}
+        faults = [self._complete(fault, config) for fault in self.look(config, asked)]
+        return faults, {of + field for field in asked.missed}
 
-    def _faults(self, config: DictConfig, known: Asked) -> Iterator[Fault]:
-        """Yield each fault, complete with the name and the value."""
-        for found in self.look(config, known):
-            if isinstance(found, VerlPrecisionError):
-                found = as_fault(found)
-            value = found.value
-            if value is None and found.setting:
-                value = OmegaConf.select(config, found.setting)
-            yield replace(
-                found, name=self.name, severity=found.severity or self.severity, value=value,
-                problem=sentence(found.problem), remedy=found.remedy or f"Set {found.setting}={found.allowed}.",
-            )  # fmt: skip
+    def _complete(self, fault: Fault, config: DictConfig) -> Fault:
+        value = fault.value
+        if value is None and fault.setting:
+            value = OmegaConf.select(config, fault.setting)
+        remedy = fault.remedy or f"Set {fault.setting}={fault.allowed}."
+        severity, problem = fault.severity or self.severity, sentence(fault.problem)
+        return replace(fault, name=self.name, severity=severity, value=value, problem=problem, remedy=remedy)
 
 
 RULES: list[Rule] = []
-"""Every rule; `registry` imports all, and sorts them by module."""
+"""Every rule whose module is imported (`registry` imports all), by their places: no matter which came first."""
 
 
 def rule(name: str, severity: Severity = "error", of_machine: bool = False, about: str = "") -> Callable[..., Rule]:
     """Turn a function into a rule (fields as in `Rule`), and add it to `RULES`."""
 
     def add(look: Callable[[DictConfig, Any], Faults]) -> Rule:
-        RULES.append(Rule(name, severity, look, of_machine, about))
-        return RULES[-1]
+        made = Rule(name, severity, look, of_machine, about)
+        insort(RULES, made, key=lambda each: each.place)
+        return made
 
     return add
 
 
-def as_faults(require: Callable[..., object], *arguments: object) -> Iterator[VerlPrecisionError]:
-    """Yield the error with which a function of another room refuses these arguments; nothing if it accepts them."""
+def faults_raised_by(require: Callable[..., object], *arguments: object) -> Faults:
+    """Yield the fault of the error with which a function of another room refuses these; nothing if it accepts them."""
     try:
         require(*arguments)
     except VerlPrecisionError as error:
-        yield error
-
-
-@functools.cache
-def _texts() -> dict[str, dict[str, str]]:
-    return table_of(__file__, "texts.yaml")
-
-
-def told(
-    key: str, /, *, setting: str = "", severity: Severity | Literal[""] = "", value: object = None, **said: object
-) -> Fault:
-    """Return a fault in the words that texts.yaml has under `key`; `said` are the names in its braces.
-
-    The key is the rule's name, with a case behind it where the rule has several. Setting, severity and value are the
-    fault's.
-    """
-    words = _texts()[key]
-    setting = setting or words["setting"].format(**said)
-    return Fault(severity=severity, value=value, **{**filled(words, setting=setting, **said), "setting": setting})
-
-
-def told_where(name: str, wrong: Mapping[str, object], /, **said: object) -> Iterator[Fault]:
-    """Yield the fault of each case of a rule that is wrong, as `told` returns it."""
-    yield from (told(f"{name} {case}", **said) for case, is_wrong in wrong.items() if is_wrong)  # type: ignore[arg-type]
+        yield fault_of_error(error)

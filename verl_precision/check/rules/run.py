@@ -1,12 +1,12 @@
 """Rules of the run as a whole: the plugin, verl's own refusals, the model, its context, groups of responses."""
 
 import re
+from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import ROLLOUT, engine_kwargs, engines
-from verl_precision.check.rules.rule import Environment, Faults, Machine, as_faults, rule, told
-from verl_precision.check.rules.tables import table
+from verl_precision.check.rules.rule import Environment, Fault, Machine, fault_of_error, faults_raised_by, rule
 from verl_precision.check.served_models import served_models, teaches
 from verl_precision.integration.trainer.saving import checkpoint_settings
 from verl_precision.mismatch.settings import settings_of
@@ -18,34 +18,42 @@ GROUP_ESTIMATORS = (
     *("grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg"),
     *("reinforce_plus_plus_baseline", "optimal_token_baseline", "tir_optimal_token_baseline"),
 )
+# Keys of config.json that decide what a model computes.
+COMPUTED_BY = (
+    *("head_dim", "hidden_act", "hidden_size", "intermediate_size", "moe_intermediate_size", "norm_topk_prob"),
+    *("num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads"),
+    *("rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings"),
+    "vocab_size",
+)
+MODEL = "actor_rollout_ref.model"
 
 
 @rule("plugin-not-loaded")
-def plugin_not_loaded(config: DictConfig, environment: Environment) -> Faults:
+def plugin_not_loaded(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl loads the plugin silently or not at all."""
-    if environment.plugin_policy is not None:
-        yield told("plugin-not-loaded", value=environment.plugin_policy)
+    if (policy := environment.plugin_policy) is not None:
+        setting, remedy = "VERL_USE_EXTERNAL_PLUGINS", "Run `verl-precision check` to see why."
+        problem = "the plugin verl_precision.plugin is not loaded, so nothing of this package is registered with verl"
+        yield Fault(setting, problem, "auto, or a list that contains verl_precision", remedy, value=policy)
 
 
 @rule("verl-refuses")
-def verl_refuses(config: DictConfig, environment: Environment) -> Faults:
+def verl_refuses(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl's own validators and registries say no: some before Ray starts, most in a worker."""
-    yield from environment.refusals
+    yield from map(fault_of_error, environment.refusals)
 
 
 @rule("setting-ignored", "warning")
-def misspelt_settings(config: DictConfig, environment: Environment) -> Faults:
+def misspelt_settings(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Hydra adds any name that stands in a recipe or behind a +."""
-    yield from environment.misspelt
+    yield from map(fault_of_error, environment.misspelt)
 
 
 @rule("mismatch-settings")
-def measuring(config: DictConfig, environment: Environment) -> Faults:
+def measuring(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """The blocks `mismatch`, `weight_sync` and `checkpoint`."""
-    yield from as_faults(settings_of, config)
-    yield from as_faults(sync_settings, config)
-    yield from as_faults(canary_settings, config)
-    yield from as_faults(checkpoint_settings, config)
+    for settings in (settings_of, sync_settings, canary_settings, checkpoint_settings):
+        yield from faults_raised_by(settings, config)
 
 
 def made_by_a_script(config: DictConfig) -> bool:
@@ -54,64 +62,80 @@ def made_by_a_script(config: DictConfig) -> bool:
 
 
 @rule("model-missing", of_machine=True)
-def model_path(config: DictConfig, machine: Machine) -> Faults:
+def model_path(config: DictConfig, machine: Machine) -> Iterator[Fault]:
     """A local model has a readable config.json; a hub name cannot be checked without network."""
-    path, hub = config.actor_rollout_ref.model.path, HUB_NAME.match(str(config.critic.model.path))
-    if machine.critic_missing and not hub and any(engine.role == "critic" for engine in engines(config)):
-        yield told("model-missing critic")
-    for served in served_models(config):
-        if served.path in machine.missing_models and not HUB_NAME.match(str(served.path)):
-            yield told("model-missing no folder", setting=served.named)
-    if machine.model == "folder without config.json":
-        yield told("model-missing unreadable")
-    elif machine.model == "nothing" and made_by_a_script(config):
-        yield told("model-missing not made")
-    elif machine.model == "file" or (machine.model == "nothing" and not HUB_NAME.match(str(path))):
-        yield told("model-missing no folder")
+    path, critic, has_critic = f"{MODEL}.path", "critic.model.path", any(e.role == "critic" for e in engines(config))
+    missing = [each.named for each in served_models(config) if each.path in machine.missing_models]
+    missing += [critic] if machine.critic_missing and has_critic else []
+    missing += [path] if machine.model == "nothing" else []
+    problems = {
+        setting: "no such folder, and not a hub name"
+        for setting in missing
+        if not HUB_NAME.match(str(OmegaConf.select(config, setting)))
+    }
+    if machine.model in ("file", "folder without config.json"):
+        problems[path] = "the folder has no readable config.json"
+    remedy = "Check the spelling, and the folder's permissions."
+    if machine.model == "nothing" and made_by_a_script(config):
+        problems[path], remedy = "it is not made yet", "Start the recipe's own script: it makes the model first."
+    for setting, problem in problems.items():
+        yield Fault(setting, problem, "a folder in Hugging Face format or a hub name (owner/model)", remedy)
 
 
 @rule("model-overridden", about="override_config against config.json")
-def model_overridden(config: DictConfig, environment: Environment) -> Faults:
+def model_overridden(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """`override_config` changes the trainer's model; vLLM loads the one of config.json."""
     of_vllm = OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides") or {}
     for key, value in (config.actor_rollout_ref.model.get("override_config") or {}).items():
-        if key not in table("computed by"):
+        if key not in COMPUTED_BY:
             continue
         own = of_vllm[key] if key in of_vllm else environment.model.get(key)
         if own is not None and own != value:
-            yield told("model-overridden", key=key, own=own, given=value)
+            problem = f"the model has {own}; verl tells its trainer only, and the rollout computes another model"
+            remedy = f"Remove it, or tell vLLM too: +{ROLLOUT}.engine_kwargs.vllm.hf_overrides.{key}={value}."
+            yield Fault(f"{MODEL}.override_config.{key}", problem, str(own), remedy)
 
 
 @rule("tokenizer-refused", about="the tokenizer")
-def tokenizer(config: DictConfig, environment: Environment) -> Faults:
+def tokenizer(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl builds prompts from single tokens; a tokenizer without them fails every prompt, minutes in."""
     if environment.tokenizer_problem is not None:
-        yield environment.tokenizer_problem
+        yield fault_of_error(environment.tokenizer_problem)
 
 
 @rule("chat-template-missing", "warning", about="the chat template")
-def chat_template(config: DictConfig, environment: Environment) -> Faults:
+def chat_template(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl makes prompts with a chat template, and a base model's tokenizer may have none."""
-    setting = "actor_rollout_ref.model.custom_chat_template"
+    setting = f"{MODEL}.custom_chat_template"
     if not OmegaConf.select(config, setting) and environment.model.get("has_chat_template") is False:
-        yield told("chat-template-missing", setting=setting)
+        problem = "the model's tokenizer has no chat template: no prompt can be made"
+        remedy = "Give one that fits the prompts, or take a model that has one."
+        yield Fault(setting, problem, "a template in Jinja", remedy)
 
 
-@rule("context-too-small")
-def context(config: DictConfig, environment: Environment) -> Faults:
-    """verl shortens what it asks vLLM for until it fits into the context, and says nothing."""
+@rule("context-too-small", about="the length of the model's context")
+def context(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """verl cuts what it asks vLLM for to the context, without a word; the model has to have the positions."""
     longest = config.data.max_prompt_length + config.data.max_response_length
-    engine = config.actor_rollout_ref.rollout.name
-    for own, node in (("", config.actor_rollout_ref.rollout), (f".engine_kwargs.{engine}", engine_kwargs(config))):
-        if (length := node.get("max_model_len")) is None or length >= longest:
+    engine = f"{ROLLOUT}.engine_kwargs.{config.actor_rollout_ref.rollout.name}"
+    for place, node in ((ROLLOUT, config.actor_rollout_ref.rollout), (engine, engine_kwargs(config))):
+        if not isinstance(length := node.get("max_model_len"), int):
             continue
-        yield told("context-too-small", own=own, longest=longest)
+        setting, positions = f"{place}.max_model_len", environment.model.get("max_position_embeddings")
+        if length < longest:
+            problem = f"prompt and response take {longest}: verl would cut responses at the context, without a word"
+            remedy = f"Set {setting}={longest}, or shorten the responses (data.max_response_length)."
+            yield Fault(setting, problem, f"at least {longest}", remedy)
+        elif isinstance(positions, int) and length > positions:
+            problem = "the model has fewer positions (max_position_embeddings), and verl's server refuses to start"
+            yield Fault(setting, problem, f"at most {positions}", f"Correct {setting}, or leave it out.")
 
 
 @rule("group-of-one", "warning")
-def group_of_one(config: DictConfig, environment: Environment) -> Faults:
+def group_of_one(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Estimators that compare the responses to a prompt have nothing to compare."""
     estimator = config.algorithm.adv_estimator
     unused = teaches(config) and not config.distillation.distillation_loss.use_task_rewards  # the teacher's count alone
     if config.actor_rollout_ref.rollout.n == 1 and estimator in GROUP_ESTIMATORS and not unused:
-        yield told("group-of-one", estimator=estimator)
+        problem = f"adv_estimator={estimator} compares the responses to a prompt, and one alone has nothing to compare"
+        yield Fault(f"{ROLLOUT}.n", problem, "2 or more", f"Set {ROLLOUT}.n=8.")

@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.extensions import features_asked_for
-from verl_precision.base.verl_config import is_repeatable, missing_log_probs, other_trainer
+from verl_precision.base.verl_config import MODES, PREFIX, is_repeatable, missing_log_probs, trainer_to_start
 from verl_precision.integration.ledger import is_lost
 from verl_precision.integration.trainer.checkpoints import RESCUE_FILE
 from verl_precision.integration.trainer.run_monitor import RunMonitor
@@ -25,8 +25,6 @@ from verl_precision.integration.trainer.saving import Saving, checkpoint_setting
 from verl_precision.mismatch.settings import ON_ALARM, REMEDIES, settings_of
 from verl_precision.weight_sync.settings import canary_settings
 
-PREFIX = "vp_"
-MODES = ("sync", "colocate_async", "separate_async")
 HOOKS = (
     *("fit", "on_init_end", "on_sample_end", "on_step_end", "_compute_advantage", "_update_actor", "_compute_metrics"),
     *("_save_checkpoint", "_load_checkpoint"),
@@ -42,14 +40,15 @@ def measured_mode(config: DictConfig) -> str | None:
     Refuses a block `mismatch`, `weight_sync.canary` or `checkpoint` that cannot be used, a callback that is not
     installed, and a rollout that keeps its log-probs.
     """
-    mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
-    if not settings_of(config).enabled or mode not in MODES or other_trainer(config):
+    settings_of(config)
+    measured = trainer_to_start(config)
+    if measured == str(OmegaConf.select(config, "trainer.v1.trainer_mode")):
         return None
     _require_rollout_log_probs(config)
     canary_settings(config)
     checkpoint_settings(config)
     callbacks_asked_for(config)
-    return PREFIX + mode
+    return measured
 
 
 def _require_rollout_log_probs(config: DictConfig) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 from verl_precision.base.content import content_digest
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.versions import installed_version
-from verl_precision.check.rules.attention import WITH_SINKS, WITH_TORCHVISION, WITHOUT_SINKS
 from verl_precision.check.rules.dtypes import VLLM_REFUSES_FP16
 
 TINY = "tiny:"
+# Models with attention sinks, and kinds of attention without; models whose class in vLLM imports torchvision.
+WITH_SINKS, WITHOUT_SINKS = ("gpt_oss",), ("sdpa", "flash_attention_2")
+WITH_TORCHVISION = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 Prompt = str | list[dict[str, Any]]  # text, or chat messages {role, content}
 
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")

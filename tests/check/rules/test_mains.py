@@ -8,7 +8,7 @@ from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
-from verl_precision.check.rules.v1_trainer import NOT_GIVEN
+from verl_precision.check.rules.mains import NOT_GIVEN
 
 KEYS = [f"prompt_{session}_0" for session in range(4)]
 
