@@ -5,7 +5,8 @@ A feature is an entry point (setup.py). Its group says where it enters a run, an
 with this value alone.
 
 verl_precision.trainer  classes of trainer callbacks, by the run's config       integration/trainer
-verl_precision.engine   steps of an engine's build, by the engine's settings    integration/engine
+verl_precision.engine   steps of an engine's build, by the engine's settings    integration/engine/build.py
+verl_precision.rollout  functions that a vLLM process calls as it starts        integration/cpu/vllm_on_cpu.py
 """
 
 from collections.abc import Callable, Iterable
@@ -28,7 +29,7 @@ def features_asked_for(group: str, value_of: Callable[[str], object], promised: 
     """Return the objects of a group whose settings are in use, each once, in the order of their names.
 
     Args:
-        group: `trainer` or `engine`.
+        group: `trainer`, `engine` or `rollout`.
         value_of: Returns the value of a setting, None where there is none.
         promised: Names that have to be installed if their setting is in use.
 

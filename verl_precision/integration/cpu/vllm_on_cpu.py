@@ -16,6 +16,7 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
+from verl_precision.base.extensions import features_asked_for
 from verl_precision.base.versions import installed_version
 from verl_precision.integration.ledger import is_offered, require_feature, wrap_once, wrapping
 
@@ -72,14 +73,13 @@ def wait_asleep(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
 
 def compute_as_asked(cpu_worker: ModuleType) -> None:
-    """Register operations of ours with vLLM in a process that was asked for them; in any other import nothing."""
+    """Have operations registered with vLLM in a process that was asked for them; in any other nothing is imported."""
     from verl_precision.engine.arithmetic_choice import inner_dtype
 
     if inner_dtype() is not None:
         require_feature("arithmetic")
-        from verl_precision.tools.arithmetic.vllm_operations import register_operations
-
-        register_operations()
+        for register in features_asked_for("rollout", {"arithmetic": True}.get, promised=["arithmetic"]):
+            register()
 
 
 def capture_choices(cpu_moe: ModuleType) -> None:

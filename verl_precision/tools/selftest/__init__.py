@@ -3,6 +3,7 @@
 checks               every check: its part, what it shows, how long it may take, what it needs
 engine_checks        part A with torch alone: overflows, log-probs, digest, experts
 selftest_engine      part A with verl's engine: updates, a restart, the shadow
+single_rank          verl's engine outside of a training run: a group of one rank, whole sequences as a batch
 stack_checks         part B, the whole stack: short runs of verl with vLLM, and faults that must stop a run
 selftest_faults      faults that part B plants in its runs, each loaded by its name
 session              one process a check, progress, the table, selftest.json

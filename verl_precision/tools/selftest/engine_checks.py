@@ -114,7 +114,7 @@ def offload_overflow(device: str, folder: Path) -> Figures:
     Under `offload_policy` torch's scaler copies 1/S and its found-inf flag to the host and does not wait for them. What
     it misses depends on the machine, and is reported. Ours must miss nothing.
     """
-    from verl_precision.integration.engine.single_rank import one_rank
+    from verl_precision.tools.selftest.single_rank import one_rank
 
     never = 10**9
     with one_rank("cuda"):

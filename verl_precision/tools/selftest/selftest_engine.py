@@ -16,8 +16,8 @@ from verl_precision.base.errors import require
 from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.engine.settings import LossScaleSettings, ShadowSettings
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
-from verl_precision.integration.engine.single_rank import engine_batch, one_rank
 from verl_precision.tools.selftest.checks import Figures
+from verl_precision.tools.selftest.single_rank import engine_batch, one_rank
 
 _UPDATES, _SAVED_AFTER = 50, 25
 _GROWTH_INTERVAL, _FIRST_SCALE = 8, 1024.0
