@@ -5,9 +5,8 @@ A rollout with truncated sampling draws from μ(·)/μ(S), where S is what was k
 tokens that cannot be drawn. With the mask both are renormalised over S, which was the rollout's and is data by now: no
 gradient flows through its choice.
 
-The agent loop asks for them with the sampling parameters, the vLLM server adds them to the answer
-(`integration/rollout/vllm_sampling_masks.py`), and they travel as a field of the sample through TransferQueue to each
-micro-batch (`integration/engine/model_outputs.py`).
+The agent loop asks for them, the vLLM server adds them to its answer (`integration/rollout/vllm_sampling_masks.py`),
+and they travel as a field of the sample to each micro-batch (`integration/engine/model_outputs.py`).
 
 Shapes: R tokens of a response, N packed tokens, M kept tokens of all of these together.
 """

@@ -1,6 +1,4 @@
-"""The shadow: the actor's weights a second time, for a no-grad forward in the rollout's dtype.
-
-And `rounded_weights`: run a forward with weights rounded to a coarser dtype.
+"""The shadow: the actor's weights a second time, for a no-grad forward in the rollout's dtype; and `rounded_weights`.
 
 log r = α + β with β = log π_train - log π_shadow (same weights, two precisions) and α = log π_shadow - log μ (what the
 policy did). See docs/metrics.md.
@@ -121,9 +119,8 @@ def reshard(module: nn.Module) -> None:
 def rounded_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Inside, FP32 weights hold the nearest numbers of `dtype`; afterwards they are what they were, to the bit.
 
-    FP32 weights move by less than half of a BF16 spacing for many steps, all of them at once. A BF16 rollout sees none
-    of it, and the two policies part by more than rounding anywhere in a forward would make them.
-    The module may be sharded by FSDP1 or FSDP2. Its shards are copied once while this lasts.
+    FP32 weights move by less than half of a BF16 spacing for many steps, all of them at once; a BF16 rollout sees none
+    of it. The module may be sharded by FSDP1 or FSDP2; its shards are copied once while this lasts.
     """
     reshard(module)
     shards = [local_part(weight) for weight in module.parameters() if weight.dtype == torch.float32]

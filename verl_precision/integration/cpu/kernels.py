@@ -27,8 +27,7 @@ def kernel_library() -> Path:
     found = ", ".join(instruction_sets()) or "none of " + ", ".join(INSTRUCTION_SETS)
     if not torch.cpu._is_avx2_supported():
         raise EnvironmentMismatchError(
-            f"this CPU has no AVX2 ({found}), and vLLM's kernels for a CPU need at least that: vLLM would end with "
-            "SIGILL at its first kernel",
+            f"this CPU has no AVX2 ({found}): vLLM would end with SIGILL at its first kernel",
             allowed="an x86-64 with AVX2 (since 2013), better with AVX-512 or AMX",
             remedy="Run on another machine; a virtual machine must pass the host's CPU flags on.",
         )

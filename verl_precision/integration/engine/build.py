@@ -7,6 +7,7 @@ reference's), and a shadow of the actor's.
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,7 +19,8 @@ from verl.utils.device import get_device_name
 
 from verl_precision.base.dtypes import long, short, torch_dtype
 from verl_precision.base.extensions import features_asked_for
-from verl_precision.engine.arithmetic_choice import inner_dtype
+from verl_precision.engine.arithmetic_choice import SETTING as ARITHMETIC
+from verl_precision.engine.arithmetic_choice import arithmetic_in_use, inner_dtype
 from verl_precision.engine.forward_dtypes import ForwardDtypes, compute_head_in_fp32
 from verl_precision.engine.loss_scaling import LossScaler
 from verl_precision.engine.settings import ShadowSettings
@@ -34,7 +36,6 @@ Step = Callable[[Any, nn.Module], nn.Module]
 Weights = Iterator[tuple[str, Tensor]]
 
 LOWER_RATE = "verl_precision_lower_rate"  # key among a batch's data: the alarm wants a lower learning rate
-ARITHMETIC = "arithmetic"  # asked of the process, not of the engine's config
 PROMISED = (ARITHMETIC, "learning_rate_ess_base", "stochastic_rounding_to", LOWER_RATE)
 
 
@@ -99,7 +100,7 @@ def optional_steps(engine: Any) -> list[Step]:
 
     def value_of(setting: str) -> object:
         if setting == ARITHMETIC:
-            return inner_dtype()
+            return None if inner_dtype() is None else arithmetic_in_use()
         return getattr(engine.engine_config, setting, None) if engine.is_actor else None
 
     return features_asked_for("engine", value_of, PROMISED)
@@ -168,8 +169,10 @@ def record_dtypes(engine: Any, module: nn.Module) -> nn.Module:
 
 
 def shard(engine: Any, module: nn.Module) -> nn.Module:
-    """Have verl shard the model."""
-    return engine.sharded(module)  # type: ignore[no-any-return]
+    """Have verl shard the model; its scaler, replaced below, would say that it is off without CUDA."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA is not available")
+        return engine.sharded(module)  # type: ignore[no-any-return]
 
 
 def scale_loss(engine: Any, module: nn.Module) -> nn.Module:

@@ -8,7 +8,6 @@ and drives our scaler as it does its own. Where its config is not ours, an engin
 import contextlib
 import functools
 import math
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -25,16 +24,7 @@ from verl_precision.engine.forward_dtypes import ForwardDtypes
 from verl_precision.engine.loss_scaling import diagnosis, load_scaler, save_scaler
 from verl_precision.engine.shadow import ROUNDED_TO, ShadowModel, loss_beside_shadow, rounded_weights
 from verl_precision.engine.step_report import StepReport
-from verl_precision.integration.engine.build import (
-    LOWER_RATE,
-    PartsOfEngine,
-    Step,
-    lower_rate_in,
-    optional_steps,
-    send_digests,
-    shard,
-    steps_of,
-)
+from verl_precision.integration.engine import build
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.engine.measurement import updates_of
 from verl_precision.integration.engine.model_outputs import fp32_outputs
@@ -45,7 +35,7 @@ from verl_precision.integration.ledger import wrap_once
 from verl_precision.integration.trainer.found_checkpoints import adopt_earlier
 
 
-class VerlsFSDPEngine(PartsOfEngine):
+class VerlsFSDPEngine(build.PartsOfEngine):
     """The mixin before FSDPEngineWithLMHead or FSDPEngineWithValueHead, whose methods `super()` names: verl's path.
 
     Its build has what works without our config: exact arithmetic, and on a CPU the manifest.
@@ -63,9 +53,9 @@ class VerlsFSDPEngine(PartsOfEngine):
         """Whether it trains a policy."""
         return not (self.engine_config.forward_only or self.is_critic)
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[build.Step]:
         """Return the steps of the build."""
-        return [*optional_steps(self), shard, send_digests]
+        return [*build.optional_steps(self), VerlsFSDPEngine.sharded, build.send_digests]
 
     def _build_fsdp_module(self, module):
         self.parts = []
@@ -87,16 +77,10 @@ class PrecisionFSDPEngine:
     sends_weights = True  # to a rollout
     adapter_layers: dict[str, Any]  # of LoRA, without weights: the actor's
 
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[build.Step]:
         """Return the steps of the build."""
         self.report = StepReport()
-        return steps_of(self)
-
-    def sharded(self, module):
-        """Return a model as verl shards it; verl's scaler, replaced later, would say that it is off without CUDA."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA is not available")
-            return super().sharded(module)
+        return build.steps_of(self)
 
     # Forward: shadow, router replay, canary, verl's step, verification.
 
@@ -113,8 +97,7 @@ class PrecisionFSDPEngine:
             return self.verified_step(micro_batch, loss_function, forward_only)
         if forward_only:
             return self.shadow.step(self.module, micro_batch, loss_function)
-        updates = updates_of(self)
-        if ratio_from_shadow or (updates is not None and updates.need_shadow(self.engine_config.shadow)):
+        if ratio_from_shadow or updates_of(self).need_shadow(self.engine_config.shadow):
             shadow_log_probs = self.shadow.step(self.module, micro_batch)[1]["model_output"]["log_probs"]
             loss_function = loss_beside_shadow(loss_function, shadow_log_probs, ratio_from_shadow)
         return self.verified_step(micro_batch, loss_function, False)
@@ -140,8 +123,8 @@ class PrecisionFSDPEngine:
 
     def train_batch(self, data, loss_function):
         """Train on a mini-batch as verl does, perhaps at the lower rate that an alarm asks for."""
-        if tu.get(data, key=LOWER_RATE, default=False):
-            lower_rate_in(self)
+        if self.is_actor and tu.get(data, key=build.LOWER_RATE, default=False):
+            build.lower_rate_in(self)
         return super().train_batch(data, loss_function)
 
     def optimizer_step(self):

@@ -5,10 +5,10 @@ statistics that merge, not as numbers (`merged_metrics.py`). The seam is `BaseEn
 verl inherits, and through which each gets its loss function: FSDP, Megatron, VeOmni, TorchTitan, Automodel.
 """
 
-import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypedDict
 
@@ -62,52 +62,42 @@ def measure_every_engine(base: ModuleType) -> None:
     wrap_once(base.__name__, "BaseEngine.train_batch", _measured)
 
 
-def _measured(wrapped, instance, args, kwargs):
-    given = dict(zip(("data", "loss_function"), args, strict=False)) | kwargs
-    updates = updates_of(instance)
-    if updates is None:
-        if tu.get(given["data"], key=REQUEST, default=None) is None:
-            return wrapped(*args, **kwargs)
-        updates = instance.measured_updates = MeasuredUpdates()
-    with updates.around_update(given["data"]):
-        if updates.request:
-            given["loss_function"] = with_metrics(given["loss_function"], functools.partial(measure, updates.request))
-        return wrapped(**given)
-
-
-def updates_of(engine: Any) -> "MeasuredUpdates | None":
-    """Return what is known of an engine's updates; None before the first for which the trainer asks."""
-    return getattr(engine, "measured_updates", None)
-
-
+@dataclass
 class MeasuredUpdates:
     """Which updates of an engine are measured: the first of each training step for which the trainer asks.
 
     At the first update the weights are still those the rollout was drawn with: later ones have drifted.
     """
 
-    def __init__(self) -> None:
-        self.request: MeasureOrder | None = None  # of the update under way
-        self._steps, self._first_of_step = 0, True
-
-    @contextlib.contextmanager
-    def around_update(self, data: Any) -> Iterator[None]:
-        """Have one update inside the block."""
-        asked = tu.get(data, key=REQUEST, default=None)
-        if asked is None:
-            yield
-            return
-        self.request = asked if self._first_of_step else None
-        try:
-            yield
-        finally:
-            self.request = None
-            self._first_of_step = tu.get(data, key="update_lr_scheduler", default=True)
-            self._steps += self._first_of_step
+    request: MeasureOrder | None = None  # of the update under way
+    steps: int = 0
+    first_of_step: bool = True
 
     def need_shadow(self, shadow: ShadowSettings) -> bool:
         """Return whether α and β are measured in the update under way."""
-        return self.request is not None and shadow.every_n_steps > 0 and self._steps % shadow.every_n_steps == 0
+        return self.request is not None and shadow.every_n_steps > 0 and self.steps % shadow.every_n_steps == 0
+
+
+def updates_of(engine: Any) -> MeasuredUpdates:
+    """Return what is known of an engine's updates."""
+    return vars(engine).setdefault("measured_updates", MeasuredUpdates())
+
+
+def _measured(wrapped, instance, args, kwargs):
+    given = dict(zip(("data", "loss_function"), args, strict=False)) | kwargs
+    request = tu.get(given["data"], key=REQUEST, default=None)
+    if request is None:
+        return wrapped(*args, **kwargs)
+    updates = updates_of(instance)
+    if updates.first_of_step:
+        updates.request = request
+        given["loss_function"] = with_metrics(given["loss_function"], functools.partial(measure, request))
+    try:
+        return wrapped(**given)
+    finally:
+        updates.request = None
+        updates.first_of_step = tu.get(given["data"], key="update_lr_scheduler", default=True)
+        updates.steps += updates.first_of_step
 
 
 def with_metrics(loss_function: Callable, measured: Callable[[Any, Any], Mapping[str, Any]]) -> Callable:
