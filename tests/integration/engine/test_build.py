@@ -24,6 +24,8 @@ OPTIONAL = {"learning_rate_ess_base": 0.5, "stochastic_rounding_to": "bf16"}
 class Verls:
     """The methods of verl's engine that a build and an update need."""
 
+    __module__ = "builtins"  # for tests/integration/test_ledger.py this is no host
+
     def __init__(self, model_config, engine_config) -> None:
         self.engine_config, self.lr_scheduler = engine_config, SimpleNamespace(last_epoch=0)
         self.model_config = SimpleNamespace(lora={}, target_modules=None)
