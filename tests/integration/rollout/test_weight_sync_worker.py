@@ -10,13 +10,14 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension 
 
 from verl_precision.base.errors import WeightSyncError
 from verl_precision.integration.rollout import weight_sync_worker
+from verl_precision.integration.rollout.sync_under_way import Sync
 from verl_precision.integration.rollout.weight_sync_worker import VerifiedWeightSyncExtension
 
 OWN = VerifiedWeightSyncExtension
 CALLED = (
     *((OWN, "_old_encoder_outputs"), (OWN, "_is_quantised"), (OWN, "_recording"), (OWN, "_arrival_problems")),
-    *((OWN, "_delivery_problems"), (OWN, "_layer_problems"), (weight_sync_worker, "_collect_loaded")),
-    *((weight_sync_worker, "choose_layers"), (weight_sync_worker, "_coverage_problems")),
+    *((OWN, "_delivery_problems"), (OWN, "_layer_problems"), (Sync, "collect_loaded")),
+    *((weight_sync_worker, "choose_layers"), (Sync, "coverage_problems")),
 )
 
 
