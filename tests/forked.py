@@ -41,6 +41,20 @@ def start(script: str, folder: Path, log: IO | int, **variables: str) -> subproc
     return subprocess.Popen(command, stdout=log, stderr=errors, cwd=folder, env=environment, text=True)
 
 
+def ranks(world: int, script: Callable[[int], str], folder: Path, **variables: str) -> None:
+    """Run a script in each of some ranks at once; assert that all end well."""
+    logs, processes = [folder / f"log_{rank}.txt" for rank in range(world)], []
+    for rank, log in enumerate(logs):
+        with log.open("w") as output:
+            processes.append(start(script(rank), folder, output, RANK=str(rank), WORLD_SIZE=str(world), **variables))
+    try:
+        codes = [process.wait(timeout=600) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [0] * world, "\n".join(log.read_text()[-6000:] for log in logs)
+
+
 def run(script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess:
     """Run a script in a fork, as `start`; return what came of it."""
     with start(script, folder, subprocess.PIPE, **variables) as process:

@@ -10,7 +10,6 @@ from unittest.mock import MagicMock, patch
 
 import forked
 import pytest
-from packaging.specifiers import SpecifierSet
 from verl.plugin.platform import PlatformRegistry
 from verl.plugin.platform.platform_cuda import PlatformCUDA
 from verl.workers.config import FSDPEngineConfig
@@ -18,12 +17,14 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
 from verl_precision import plugin
-from verl_precision.base import versions
 from verl_precision.base.errors import RegistrationError
 from verl_precision.integration import registration as loading
-from verl_precision.integration.engine.fsdp_engine import CPU, register_cpu_engines
+from verl_precision.integration.engine import build
+from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
+from verl_precision.integration.engine.fsdp_engine import CPU, PrecisionFSDPEngine, register_cpu_engines
 from verl_precision.integration.registration import REGISTRATIONS
 
+MEGATRON = "verl.workers.engine.megatron."
 LOADED = re.compile(r"^INFO.*verl_precision \S+ loaded into verl [\d.]+$", re.M)  # one short line
 
 REGISTERED_ONCE = """
@@ -192,14 +193,6 @@ def load_again(monkeypatch):
     return load
 
 
-def test_untested_verl_ends_the_process_with_the_range(monkeypatch, capsys, load_again):
-    monkeypatch.setitem(versions.TESTED, "verl", SpecifierSet(">=0.1,<0.2"))
-    with pytest.raises(SystemExit) as ended:
-        load_again()
-    said = capsys.readouterr().err
-    assert ended.value.code == 1 and "<0.2" in said and "VERL_USE_EXTERNAL_PLUGINS=none" in said
-
-
 def test_platform_name_of_another_package_is_refused_not_overwritten(monkeypatch, capsys, load_again):
     monkeypatch.setitem(PlatformRegistry._platforms, "cpu", type("Stranger", (PlatformCUDA,), {}))
     with pytest.raises(SystemExit):
@@ -231,6 +224,7 @@ def test_a_plugin_that_fails_ends_import_verl(tmp_path):
     )
     assert done.returncode == 1 and "went on" not in done.stdout
     assert "verl_precision: verl " in done.stderr and "Traceback" not in done.stderr
+    assert "<0.2" in done.stderr and "VERL_USE_EXTERNAL_PLUGINS=none" in done.stderr
 
 
 @pytest.mark.parametrize("registration", REGISTRATIONS, ids=lambda each: each.function)
@@ -258,30 +252,49 @@ def test_engine_key_of_another_package_is_refused(monkeypatch):
 @pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
 @pytest.mark.parametrize("model_type", ["language_model", "value_model"])
 def test_every_override_of_an_engine_is_verls_method_without_our_config(monkeypatch, model_type, backend):
-    """Each method our engines define passes its arguments to verl's, once, and returns what verl returns."""
+    """Each method that it has of ours passes its arguments to verl's, once, and returns what verl returns."""
     for key, value in CUDA.items():
         monkeypatch.setenv(key, value)
-    engine_cls = EngineRegistry.get_engine_cls(model_type, backend)
+    monkeypatch.setattr(build, "get_device_name", lambda: "cuda")
+    registered = EngineRegistry.get_engine_cls(model_type, backend)
+    engine = registered.__new__(registered, None, FSDPEngineConfig(mixed_precision={"param_dtype": "fp16"}))
+    engine.engine_config = FSDPEngineConfig(mixed_precision={"param_dtype": "fp16"})
     verls = {"language_model": "FSDPEngineWithLMHead", "value_model": "FSDPEngineWithValueHead"}[model_type]
-    position = engine_cls.__mro__.index(getattr(transformer_impl, verls))
-    ours, theirs = engine_cls.__mro__[:position], engine_cls.__mro__[position:]
+    position = type(engine).__mro__.index(getattr(transformer_impl, verls))
+    ours, theirs = type(engine).__mro__[:position], type(engine).__mro__[position:]
     overridden = {key for c in ours for key, value in vars(c).items() if callable(value)} & set(dir(theirs[0]))
     overridden -= set(dir(object))
-    expected = {"_build_fsdp_module", "train_batch", "optimizer_step", "lr_scheduler_step"}
-    expected |= {"save_checkpoint", "load_checkpoint", "forward_step", "prepare_model_outputs", "to"}
-    expected |= {"disable_adapter", "get_per_tensor_param", "_merged_lora_per_tensor_param"}
-    assert overridden == expected
-    engine = object.__new__(engine_cls)
-    engine.engine_config = FSDPEngineConfig(mixed_precision={"param_dtype": "fp16"})
+    assert overridden == {"_build_fsdp_module", "train_batch", "get_per_tensor_param"}
     for method in sorted(overridden):
         owner = next(c for c in theirs if method in vars(c))
         arity = len(inspect.signature(vars(owner)[method]).parameters) - 1
         arguments = [MagicMock() for _ in range(min(arity, 4))]
-        with patch.object(owner, method, return_value=object()) as verl_method:
+        found = (MagicMock(), MagicMock()) if method == "get_per_tensor_param" else MagicMock()
+        with patch.object(owner, method, return_value=found) as verl_method:
             result = getattr(engine, method)(*arguments)
         verl_method.assert_called_once_with(*arguments)
-        assert result is verl_method.return_value or method.endswith("_checkpoint"), method
-        assert set(vars(engine)) == {"engine_config"}, f"{method} left state behind"
+        assert result == found
+    assert vars(engine) == {"engine_config": engine.engine_config, "parts": []}
+    with_ours = registered.__new__(registered, None, object.__new__(PrecisionFSDPConfig))
+    assert isinstance(with_ours, registered) and isinstance(with_ours, PrecisionFSDPEngine)
+
+
+IMPORTED = """
+import importlib, sys, verl
+for module in sys.argv[1:]: importlib.import_module(module)
+print(*(name for name in sys.modules if name.startswith("verl_precision.")))
+"""
+
+
+def test_a_training_process_imports_none_of_the_tools(tmp_path):
+    """Of all that the plugin registers, but vLLM's and Megatron's; a quickstart's process imports no more."""
+    hosts = [each.host_module for each in REGISTRATIONS if not each.host_module.startswith(("vllm.", MEGATRON))]
+    done = forked.run(IMPORTED.replace("sys.argv[1:]", repr(hosts)), tmp_path)
+    assert done.returncode == 0, done.stderr
+    ours = done.stdout.split()
+    wanted = {"engine.fsdp_engine", "engine.policy_losses", "engine.measurement", "trainer.trainers"}
+    assert {f"verl_precision.integration.{name}" for name in wanted} <= set(ours)
+    assert [name for name in ours if name.startswith("verl_precision.tools")] == []
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits_v2
 
-from verl_precision.engine.log_probs import log_probs_and_entropy
+from verl_precision.engine.log_probs import log_probs_and_entropy, log_softmax
 
 N, V = 13, 50
 
@@ -113,3 +113,22 @@ def test_no_fp32_tensor_exceeds_a_chunk_of_logits(chunk_tokens):
         log_probs, entropy = ours(logits, labels, temperature, chunk_tokens)
         (log_probs.sum() + entropy.sum()).backward()
     assert 0 < seen.largest <= chunk_tokens * V
+
+
+@pytest.mark.parametrize("inner", [torch.float32, torch.float64])
+def test_log_softmax(inner):
+    x = torch.randn(40, 500, generator=torch.Generator().manual_seed(0)) * 10
+    x[1, 3], x[2], x[3, 7:] = 60.0, x[2] * 0, float("-inf")
+    found = log_softmax(x, inner=inner)
+    assert found.dtype == torch.float32
+    expected = x.double().log_softmax(-1)
+    assert torch.allclose(found.double(), expected, rtol=1e-6, atol=1e-6)
+    order = torch.randperm(500, generator=torch.Generator().manual_seed(1))
+    again = torch.cat([log_softmax(row, inner=inner) for row in x[:, order].split(3)])[:, order.argsort()]
+    if inner == torch.float64:
+        assert torch.equal(found, again)
+        others = torch.cat((x[1, :3], x[1, 4:])).double() - 60
+        assert found[1, 3] == -others.exp().sum().float() < 0, "a log-prob near 0 has all of its digits"
+    overflown = torch.tensor([[float("inf"), 0.0], [float("nan"), 0.0], [float("-inf"), float("-inf")]])
+    assert log_softmax(overflown, inner=inner).isnan().all()
+    assert log_softmax(x[:0], inner=inner).shape == (0, 500)

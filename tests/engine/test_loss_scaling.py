@@ -14,7 +14,7 @@ from verl_precision.engine import loss_scaling
 from verl_precision.engine.loss_scaling import FILE_NAME, LossScaler, load_scaler, save_scaler
 from verl_precision.engine.settings import LossScaleSettings
 from verl_precision.engine.step_report import StepReport
-from verl_precision.integration.engine.single_rank import one_rank
+from verl_precision.tools.selftest.single_rank import one_rank
 
 INF = float("inf")
 
@@ -192,8 +192,7 @@ def test_report_adds_up_the_updates_of_a_step():
     scaler, report = scaler_with(), StepReport()
     assert not report.take_applied(), "nothing happened yet"
     for ranks, underflow in ((0, 0.1), (3, 0.2), (2, 0.3)):
-        scaler.last_step = loss_scaling.ScalerStep(ranks, underflow)
-        report.add(INF if ranks else 1.0, scaler)
+        report.add(ranks > 0, loss_scaling.ScalerStep(ranks, underflow))
     assert report.last_skipped and report.take_applied() and not report.take_applied()
     assert report.metrics(scaler) == {
         "precision/skipped_steps": 2.0,

@@ -11,16 +11,17 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.engine.fsdp_engine import precision_variant
-from verl_precision.integration.engine.single_rank import engine_batch
+from verl_precision.tools.selftest.single_rank import engine_batch
 
 LENGTHS, V, PAD = (3, 5), 20, 2
 MIXED = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 SETTINGS = {"dtype": "float32", "mixed_precision": MIXED}
+VARIANT = precision_variant(FSDPEngineWithLMHead, "Engine")
 PACKED = pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 
 
 def outputs(config, packed, dtype=torch.float32, **asked):
-    engine = object.__new__(precision_variant(FSDPEngineWithLMHead, "Engine"))
+    engine = VARIANT.__new__(VARIANT, None, config)
     engine.engine_config, engine.use_ulysses_sp = config, False
     engine.compute_entropy_from_logits = entropy_from_logits
     generator = torch.Generator().manual_seed(0)

@@ -5,8 +5,8 @@ import torch
 
 from verl_precision.engine.log_probs import log_probs_and_entropy
 from verl_precision.engine.settings import ShadowSettings
-from verl_precision.integration.engine.single_rank import one_rank
 from verl_precision.tools.selftest.engine_checks import batch, build_engine, update
+from verl_precision.tools.selftest.single_rank import one_rank
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

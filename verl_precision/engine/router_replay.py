@@ -6,9 +6,8 @@ Then other weights compute the token, which no precision of the rest can mend. R
 Only the choice is replayed. The weights of the experts are the trainer's own probabilities of the chosen ones, so that
 gradients flow into the router through them.
 
-transformers' routers choose by one `torch.topk` over all experts. That call is answered here, while a router runs, and
-nothing else of the model is touched: packed sequences, sharding, LoRA and gradient checkpointing (whose second forward
-is answered alike) need nothing of their own.
+transformers' routers choose by one `torch.topk` over all experts. That call is answered here, while a router runs, also
+in the second forward of gradient checkpointing; nothing else of the model is touched.
 """
 
 import contextlib

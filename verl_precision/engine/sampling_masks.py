@@ -5,9 +5,8 @@ A rollout with truncated sampling draws from μ(·)/μ(S), where S is what was k
 tokens that cannot be drawn. With the mask both are renormalised over S, which was the rollout's and is data by now: no
 gradient flows through its choice.
 
-The agent loop asks for them with the sampling parameters, the vLLM server adds them to the answer
-(`integration/rollout/vllm_sampling_masks.py`), and they travel as a field of the sample through TransferQueue to each
-micro-batch (`integration/engine/model_outputs.py`).
+The agent loop asks for them, the vLLM server adds them to its answer (`integration/rollout/vllm_sampling_masks.py`),
+and they travel as a field of the sample to each micro-batch (`integration/engine/model_outputs.py`).
 
 Shapes: R tokens of a response, N packed tokens, M kept tokens of all of these together.
 """
@@ -24,7 +23,7 @@ MASK_ANSWER_KEY = "kept_tokens"
 MASK_FIELD = "sampling_mask"
 
 
-class KeptTokens(NamedTuple):
+class SamplingMask(NamedTuple):
     """Of each of N places, which tokens were kept; a place with none was not truncated."""
 
     starts: list[int]  # N + 1 numbers: where the tokens of each place begin
@@ -49,7 +48,7 @@ def pack(counts_R: np.ndarray, ids: np.ndarray) -> Tensor:
     return torch.from_numpy(np.concatenate([[len(counts_R)], counts_R, ids]).astype(np.int32))
 
 
-def unpack(packed: Sequence[Tensor | None], lengths: Sequence[int], labels_N: Tensor) -> KeptTokens:
+def unpack(packed: Sequence[Tensor | None], lengths: Sequence[int], labels_N: Tensor) -> SamplingMask:
     """Return the masks of packed sequences, at the places that predict their tokens (`labels_N`).
 
     `packed` holds of each sequence the result of `pack`, or None where it was not truncated; `lengths` counts prompt
@@ -72,4 +71,4 @@ def unpack(packed: Sequence[Tensor | None], lengths: Sequence[int], labels_N: Te
     found_N[places_M[ids_M == labels_N[places_M]]] = True
     if lacking := int(((counts_N > 0) & ~found_N).sum()):
         raise RuntimeError(f"the sampling masks of {lacking} places lack the token that was drawn there")
-    return KeptTokens([0, *counts_N.cumsum(0).tolist()], ids_M)
+    return SamplingMask([0, *counts_N.cumsum(0).tolist()], ids_M)

@@ -1,16 +1,13 @@
-"""The shadow: the actor's weights a second time, for a no-grad forward in the rollout's dtype.
-
-And `rounded_weights`: run a forward with weights rounded to a coarser dtype.
+"""The shadow: the actor's weights a second time, for a no-grad forward in the rollout's dtype; and `rounded_weights`.
 
 log r = α + β with β = log π_train - log π_shadow (same weights, two precisions) and α = log π_shadow - log μ (what the
 policy did). See docs/metrics.md.
 
-The copy is sharded by verl's own builder with the other dtype as its compute dtype, so that nothing of FSDP is touched;
-its shards are refreshed from the actor's after every update.
+The copy is sharded by verl's own builder with the other dtype as its compute dtype, so that nothing of FSDP is touched
+(`add_shadow` in integration/engine/build.py); its shards are refreshed from the actor's after every update.
 """
 
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,14 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from verl_precision.base.dtypes import long, short, torch_dtype
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.engine.forward_dtypes import ForwardDtypes
 from verl_precision.engine.loss_scaling import local_part
-from verl_precision.engine.settings import ShadowSettings
 
 ROUNDED_TO = "verl_precision_rounded_to"  # in a batch: the dtype that the weights are rounded to for its forward
-OF_TRAINING = "verl_precision_training_log_probs"  # in a model's output, where its log-probs have the shadow's values
+# In a model's output: the shadow's log-probs, and the training's own where the log-probs have the shadow's values.
+OF_SHADOW, OF_TRAINING = "verl_precision_shadow_log_probs", "verl_precision_training_log_probs"
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -48,14 +43,15 @@ def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
     return _StraightThrough.apply(value.detach(), gradient_of)
 
 
-def loss_of_shadow(loss_function: Callable, shadow_log_probs: Tensor) -> Callable:
-    """Return verl's loss function on log-probs that have the shadow's values (nested) and the training's gradient.
+def loss_beside_shadow(loss_function: Callable, shadow_log_probs: Tensor, in_ratio: bool) -> Callable:
+    """Return verl's loss function on an output with the shadow's log-probs (nested), as `OF_SHADOW`.
 
-    The training's own are in the output too, as `OF_TRAINING`.
+    `in_ratio`: the log-probs themselves have the shadow's values and the training's gradient. The training's own are
+    in the output too, as `OF_TRAINING`.
     """
 
     def loss(*args: Any, **kwargs: Any) -> Any:
-        if "model_output" not in kwargs:
+        if "model_output" not in kwargs and in_ratio:
             raise ConfigurationError(
                 "top-k distillation takes its loss from logits, which the shadow does not give",
                 setting="fsdp_config.shadow.ratio_source",
@@ -63,11 +59,15 @@ def loss_of_shadow(loss_function: Callable, shadow_log_probs: Tensor) -> Callabl
                 allowed="training",
                 remedy="Set ratio_source=training, or distillation without use_topk.",
             )
-        output = kwargs["model_output"]
-        flat = straight_through(shadow_log_probs.values(), output["log_probs"].values())  # type: ignore[operator]
-        values = torch.nested.nested_tensor_from_jagged(flat, shadow_log_probs.offsets())  # type: ignore[attr-defined]
-        output = {**output, "log_probs": values, OF_TRAINING: output["log_probs"]}
-        return loss_function(*args, **{**kwargs, "model_output": output})
+        if "model_output" in kwargs:
+            output = {**kwargs["model_output"], OF_SHADOW: shadow_log_probs}
+            if in_ratio:
+                output[OF_TRAINING] = own = output["log_probs"]
+                values = straight_through(shadow_log_probs.values(), own.values())  # type: ignore[operator]
+                offsets = shadow_log_probs.offsets()  # type: ignore[attr-defined]
+                output["log_probs"] = torch.nested.nested_tensor_from_jagged(values, offsets)
+            kwargs["model_output"] = output
+        return loss_function(*args, **kwargs)
 
     return loss
 
@@ -76,10 +76,13 @@ def loss_of_shadow(loss_function: Callable, shadow_log_probs: Tensor) -> Callabl
 class ShadowModel:
     """The actor's weights in another dtype, sharded alike."""
 
-    module: nn.Module  # evaluation mode, no gradients
-    dtype: torch.dtype  # of its parameters and of its forward
-    dtypes: ForwardDtypes
+    engine: Any  # like the actor's engine, with this model: evaluation mode, no gradients
     stale: bool = False  # have the actor's weights changed since they were copied?
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+        return self.engine.module  # type: ignore[no-any-return]
 
     def outdate(self) -> None:
         """Note that the actor's weights have changed; what a forward has gathered of the old ones is dropped."""
@@ -87,26 +90,14 @@ class ShadowModel:
         reshard(self.module)
 
     @torch.no_grad()
-    def refresh(self, source: nn.Module) -> None:
-        """Round this rank's shards of the actor's weights (`source`) into the copy, if they have changed."""
-        if not self.stale:
-            return
-        reshard(source)
-        for mine, theirs in zip(self.module.parameters(), source.parameters(), strict=True):
-            local_part(mine).copy_(local_part(theirs))
-        self.stale = False
-
-    @contextlib.contextmanager
-    def in_place_of_the_actor(self, engine: Any) -> Iterator[None]:
-        """Inside, a forward step of the engine is the shadow's."""
-        self.refresh(engine.module)
-        actors = engine.module, engine._autocast_dtype, engine._dtypes
-        engine.module, engine._autocast_dtype, engine._dtypes = self.module, self.dtype, self.dtypes
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            engine.module, engine._autocast_dtype, engine._dtypes = actors
+    def step(self, actor: nn.Module, micro_batch: Any, loss_function: Any = None) -> Any:
+        """Do a forward step with this rank's shards of the actor's weights, rounded into the copy if they changed."""
+        if self.stale:
+            reshard(actor)
+            for mine, theirs in zip(self.module.parameters(), actor.parameters(), strict=True):
+                local_part(mine).copy_(local_part(theirs))
+            self.stale = False
+        return self.engine.verified_step(micro_batch, loss_function, True)
 
 
 def reshard(module: nn.Module) -> None:
@@ -128,9 +119,8 @@ def reshard(module: nn.Module) -> None:
 def rounded_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Inside, FP32 weights hold the nearest numbers of `dtype`; afterwards they are what they were, to the bit.
 
-    FP32 weights move by less than half of a BF16 spacing for many steps, all of them at once. A BF16 rollout sees none
-    of it, and the two policies part by more than rounding anywhere in a forward would make them.
-    The module may be sharded by FSDP1 or FSDP2. Its shards are copied once while this lasts.
+    FP32 weights move by less than half of a BF16 spacing for many steps, all of them at once; a BF16 rollout sees none
+    of it. The module may be sharded by FSDP1 or FSDP2; its shards are copied once while this lasts.
     """
     reshard(module)
     shards = [local_part(weight) for weight in module.parameters() if weight.dtype == torch.float32]
@@ -143,26 +133,3 @@ def rounded_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         reshard(module)
         for shard, own in zip(shards, kept, strict=True):
             shard.copy_(own)
-
-
-def build_shadow(engine: Any, module: nn.Module, build: Callable[[nn.Module], nn.Module]) -> ShadowModel:
-    """Copy a model that is not sharded yet, and have verl's `build` shard it with the shadow's dtype as compute dtype.
-
-    The engine's config is exchanged while `build` runs.
-    """
-    config = engine.engine_config
-    dtype = torch_dtype(config.shadow.dtype)
-    copied = copy.deepcopy(module).eval()
-    for parameter in copied.parameters():  # not the buffers: RoPE's frequencies stay FP32, as in the rollout
-        parameter.data = parameter.data.to(dtype)
-    engine.engine_config = dataclasses.replace(
-        config,
-        dtype=long(config.shadow.dtype),
-        mixed_precision={**config.mixed_precision, "param_dtype": short(config.shadow.dtype)},
-        shadow=ShadowSettings(),
-    )
-    try:
-        # Without gradients from here on: for LoRA, FSDP1 wraps by what has them, and the shadow is wrapped alike.
-        return ShadowModel(build(copied).requires_grad_(False), dtype, engine._dtypes)
-    finally:
-        engine.engine_config = config

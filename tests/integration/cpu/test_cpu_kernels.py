@@ -91,36 +91,3 @@ def test_instruction_sets(monkeypatch, tmp_path):
     assert kernels.instruction_sets() == ["avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"]
     monkeypatch.setattr(kernels, "CPUINFO", tmp_path / "nothing")
     assert kernels.instruction_sets() == []
-
-
-def test_linear_paths_are_what_a_layer_got():
-    """A packed layer gives its weight away; torch's linear keeps it."""
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-    for name, path in kernels.linear_paths().items():
-        layer = torch.nn.Linear(1024, 1024, bias=False, dtype=torch_dtype(name))
-        dispatch_cpu_unquantized_gemm(layer, True)
-        assert (layer.weight.numel() == 0) == (not path.endswith("torch's linear")), name
-
-
-def test_every_path_of_a_linear_layer_is_named(cpu, monkeypatch):
-    from vllm import _custom_ops as ops
-    from vllm.platforms import current_platform
-
-    cpu(amx_tile=False)
-    monkeypatch.setattr(ops, "create_onednn_mm", lambda weight, n: object())
-    assert kernels.linear_paths() == dict.fromkeys(DTYPES, "oneDNN, packed")
-
-    monkeypatch.setattr(ops, "_supports_onednn", False)
-    assert kernels.linear_paths() == dict.fromkeys(DTYPES, "torch's linear")
-
-    cpu(amx_tile=True, amx_fp16=False)
-    monkeypatch.setattr(torch.ops._C, "convert_weight_packed", lambda weight: weight, raising=False)
-    paths = kernels.linear_paths()
-    assert paths["bf16"] == "vLLM's packed AMX kernel (sgl) up to 1 MiB, torch's linear above"
-    assert paths["fp16"] == paths["fp32"] == "torch's linear"
-
-    monkeypatch.setattr(type(current_platform), "is_zen_cpu", lambda self: True)
-    for name in ("zentorch_linear_unary", "zentorch_weight_prepack_for_linear"):
-        monkeypatch.setattr(torch.ops.zentorch, name, lambda weight: weight, raising=False)
-    assert kernels.linear_paths() == dict.fromkeys(DTYPES, "zentorch")

@@ -34,9 +34,9 @@ from verl_precision.engine.loss_scaling import local_part
 from verl_precision.engine.settings import LossScaleSettings
 from verl_precision.integration.cpu.platform import PlatformCPU
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig, PrecisionMcoreConfig
-from verl_precision.integration.engine.measurement import CANDIDATES, LOTS, MISMATCH, REQUEST, Request
-from verl_precision.integration.engine.single_rank import nested, one_rank
+from verl_precision.integration.engine.measurement import CANDIDATES, LOTS, MISMATCH, REQUEST, MeasureOrder
 from verl_precision.integration.ledger import LEDGER
+from verl_precision.tools.selftest.single_rank import nested, one_rank
 from verl_precision.weight_sync.manifest import MANIFEST_NAME
 
 SCALE = 1024.0
@@ -64,7 +64,7 @@ def make(name: str, dtype: str) -> Any:
     else:
         registered = EngineRegistry._engines["language_model"]["megatron"]
         ours = name == MEGATRON
-        cls = stand_in(registered["cuda", "nvidia"] if ours else registered["cuda"])
+        cls = stand_in(registered["cuda", "nvidia"].precise if ours else registered["cuda"])
         config = (PrecisionMcoreConfig if ours else McoreEngineConfig)(
             dtype=long(dtype), **({"send_weight_manifest": True} if ours else {})
         )
@@ -118,7 +118,7 @@ def learns(name: str) -> str:
 
 def measures(name: str) -> str:
     """The mismatch of a mini-batch that the trainer asks for, and the tokens that it may keep."""
-    request = Request(
+    request = MeasureOrder(
         mismatch=True,
         rollout_as_shadow=True,
         bypass=True,
@@ -201,7 +201,8 @@ def every_engine() -> dict[str, dict[str, str]]:
 
     entries = [entry for entry in LEDGER if entry.module.startswith("verl.workers.engine.megatron.")]
     overridden = [entry.name.rpartition(".")[2] for entry in entries if entry.kind == "overridden"]
-    assert overridden and all(name in vars(PrecisionMegatronEngine) for name in overridden)  # their form: on import
+    ours = {name for each in PrecisionMegatronEngine.__mro__[:-1] for name in vars(each)}
+    assert overridden and ours.issuperset(overridden)  # their form: on import
     with one_rank("cpu"):
         assert stops() == 2 + STOP_AFTER
         return {what: {name: row(name) for name in ENGINES} for what, row in ROWS.items()}

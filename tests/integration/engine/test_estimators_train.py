@@ -9,10 +9,10 @@ from composer import actor_config, compose_estimator
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.tiny_model import cached_tiny_model
-from verl_precision.integration.engine.single_rank import engine_batch, nested
 from verl_precision.integration.trainer.checkpoints import is_complete
 from verl_precision.presets import preset_names
 from verl_precision.tools.actions.learning_rate import LOWER_RATE
+from verl_precision.tools.selftest.single_rank import engine_batch, nested
 
 PROMPT, RESPONSES, RESPONSE = 4, 4, 6
 SEQUENCE, SCALE = PROMPT + RESPONSE, 1024.0
@@ -29,7 +29,7 @@ def make_engine():
     from verl_precision.engine.settings import LossScaleSettings
     from verl_precision.integration.cpu.platform import PlatformCPU
     from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
-    from verl_precision.integration.engine.single_rank import one_rank
+    from verl_precision.tools.selftest.single_rank import one_rank
 
     before = get_platform()
     set_platform(PlatformCPU())

@@ -16,6 +16,7 @@ from verl.utils import tensordict_utils as tu
 from verl_precision.base.errors import CheckpointStateError, MismatchAlarmError
 from verl_precision.base.mergeable import Count, Mean
 from verl_precision.engine.arithmetic_choice import IN_CONFIG
+from verl_precision.engine.shadow import OF_SHADOW
 from verl_precision.integration.engine import measurement
 from verl_precision.integration.engine.measurement import (
     FAILED,
@@ -24,7 +25,7 @@ from verl_precision.integration.engine.measurement import (
     REQUEST,
     TURNS,
     VERSIONS_BEHIND,
-    Request,
+    MeasureOrder,
 )
 from verl_precision.integration.trainer.batch_fields import fetch
 from verl_precision.integration.trainer.run_monitor import ALARM_FILE, STEP_METRICS, RunMonitor
@@ -54,7 +55,7 @@ def batch_of(*versions: int, **extra) -> SimpleNamespace:
     return SimpleNamespace(keys=[f"u_{row}_0" for row in range(len(tags))], tags=tags, partition_id="train", **extra)
 
 
-def asked_of(monitor: RunMonitor) -> Request | None:
+def asked_of(monitor: RunMonitor) -> MeasureOrder | None:
     batch = batch_of(0, extra_info={})
     monitor.ask_the_worker(batch, 1, 0)
     return batch.extra_info.get(REQUEST)
@@ -73,7 +74,7 @@ ASKED_FOR = ("mismatch", "rollout_as_shadow", "bypass", "clip", "beta_in_ratio")
     pytest.param((SHADOW_RATIO,), (True, False, False, None, False), id="the old log-probs are the shadow's"),
 ])  # fmt: skip
 def test_the_worker_is_asked_only_where_the_driver_cannot_measure(changes, expected):
-    request = expected and Request(**dict(zip(ASKED_FOR, expected, strict=True)), **COMMON)
+    request = expected and MeasureOrder(**dict(zip(ASKED_FOR, expected, strict=True)), **COMMON)
     assert asked_of(monitor(*changes)) == request
 
 
@@ -252,13 +253,13 @@ def micro_batch(**changes):
 
 
 TRAINER = nested([[-1.0, -2.0, 0.0], [0.0, -3.0, 0.0]])
-ASKED = Request(**dict(zip(ASKED_FOR, (True, True, True, GRPO, True), strict=True)), **COMMON)
+ASKED = MeasureOrder(**dict(zip(ASKED_FOR, (True, True, True, GRPO, True), strict=True)), **COMMON)
 
 
-def found_by(request: Request, shadow, data) -> tuple[dict, dict]:
+def found_by(request: MeasureOrder, shadow, data) -> tuple[dict, dict]:
     """Return the metrics of the gap, and of alpha and beta."""
-    with measurement.shadow_known(shadow):
-        found = measurement.measure(request, {"log_probs": TRAINER}, data)
+    output = {"log_probs": TRAINER} | ({} if shadow is None else {OF_SHADOW: shadow})
+    found = measurement.measure(request, output, data)
     asked = {TURNS} if request["mismatch"] else set()
     assert set(found) == {MISMATCH, PHANTOM, FAILED} | asked and found[FAILED].aggregate() == 0
     return found[MISMATCH].aggregate().metrics(), found[PHANTOM].aggregate().metrics()

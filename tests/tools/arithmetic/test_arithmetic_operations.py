@@ -184,25 +184,6 @@ def test_llama3_slows_slow_turns():
     assert not torch.allclose(FREQUENCIES, plain)
 
 
-@pytest.mark.parametrize("inner", INNER.values())
-def test_log_softmax(inner):
-    x = torch.randn(40, 500, generator=torch.Generator().manual_seed(0)) * 10
-    x[1, 3], x[2], x[3, 7:] = 60.0, x[2] * 0, float("-inf")
-    found = ours.log_softmax(x, inner=inner)
-    assert found.dtype == torch.float32
-    expected = x.double().log_softmax(-1)
-    assert torch.allclose(found.double(), expected, rtol=1e-6, atol=1e-6)
-    order = torch.randperm(500, generator=torch.Generator().manual_seed(1))
-    again = torch.cat([ours.log_softmax(row, inner=inner) for row in x[:, order].split(3)])[:, order.argsort()]
-    if inner == torch.float64:
-        assert torch.equal(found, again)
-        others = torch.cat((x[1, :3], x[1, 4:])).double() - 60
-        assert found[1, 3] == -others.exp().sum().float() < 0, "a log-prob near 0 has all of its digits"
-    overflown = torch.tensor([[float("inf"), 0.0], [float("nan"), 0.0], [float("-inf"), float("-inf")]])
-    assert ours.log_softmax(overflown, inner=inner).isnan().all()
-    assert ours.log_softmax(x[:0], inner=inner).shape == (0, 500)
-
-
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if not name.startswith("route")])
 @pytest.mark.parametrize("extreme", [60000.0, float("inf"), float("-inf"), float("nan")])
 def test_extremes_are_as_natively(name, extreme):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from verl_precision.tools.arithmetic import attention as module
-from verl_precision.tools.arithmetic.attention import Request, attention, packed, plan
+from verl_precision.tools.arithmetic.attention import AttentionSpan, attention, packed, plan
 
 HALF = [torch.bfloat16, torch.float16]
 LENGTHS, SCALE = (5, 19, 1, 19, 8), 16**-0.5
@@ -94,7 +94,7 @@ def test_token_by_token_from_pages_is_at_once(dtype):
         kept[torch.cat(places)] = x
     found = torch.zeros_like(at_once)
     for (a, b), (c, d) in [((0, 9), (0, 14)), ((9, 16), (14, 15)), ((16, 17), (15, 23))]:  # queries of both requests
-        requests = [Request(0, b - a, places[0][:b]), Request(b - a, d - c, places[1][:d])]
+        requests = [AttentionSpan(0, b - a, places[0][:b]), AttentionSpan(b - a, d - c, places[1][:d])]
         result = attention(torch.cat((q[a:b], q[17 + c : 17 + d])), *cache, SCALE, plan(requests), **exact)
         found[a:b], found[17 + c : 17 + d] = result.split([b - a, d - c])
     assert torch.equal(found, at_once)

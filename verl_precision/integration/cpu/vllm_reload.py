@@ -26,12 +26,10 @@ def layerwise_reload(model: nn.Module, model_config: object, layers: set[str]) -
 
     if _under_way(model):
         raise WeightSyncError(
-            f"{type(model).__name__}: a layer-wise reload of it has begun and not ended: its layers hold no weights. "
-            "Usual causes: an earlier weight sync failed (its error is above), or another package reloads around this "
-            "one",
+            f"{type(model).__name__}: a layer-wise reload of it has begun and not ended: its layers hold no weights, "
+            "since an earlier weight sync failed (its error is above), or another package reloads around this one",
             allowed="one reload at a time, begun by this sync or inside it",
-            remedy="Start the run again; if it comes back, report it with the versions shown by `verl-precision "
-            "check`.",
+            remedy="Start the run again; if it comes back, report it with what `verl-precision check` shows.",
         )
     for layer in model.modules():
         forget_expert_kernel(layer)

@@ -46,11 +46,7 @@ def layers_without_weights(model: nn.Module) -> dict[str, nn.Module]:
     """Return copies of a model's LoRA layers, by name and without weights; of nested ones the outermost."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if (
-            isinstance(module, nn.Module)
-            and isinstance(module, lora.LoraLayer)
-            and name.partition(".base_layer")[0] not in found
-        ):
+        if issubclass(type(module), lora.LoraLayer) and name.partition(".base_layer")[0] not in found:
             memo: dict[int, Any] = {id(x): _empty(x) for x in module.buffers()}
             memo |= {id(x): nn.Parameter(_empty(x), x.requires_grad) for x in module.parameters()}
             found[name] = copy.deepcopy(module, memo)

@@ -1,13 +1,13 @@
 """verl's FSDP engines with loss scaling, FP32 log-probs, verified dtypes, a shadow, router replay and exact weights.
 
 `PrecisionFSDPEngine` overrides each method of verl's once, and the method shows the order of its phases. The phases
-themselves stand in the modules of their subjects. verl builds and drives our scaler as it does its own.
-An engine whose config is not `PrecisionFSDPConfig` takes verl's path.
+themselves stand in the modules of their subjects; `build.py` has the list of steps that build an engine. verl builds
+and drives our scaler as it does its own. Where its config is not ours, an engine is a `VerlsFSDPEngine`.
 """
 
 import contextlib
 import functools
-import warnings
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,90 +20,67 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
 from verl_precision.base.dtypes import long, torch_dtype
 from verl_precision.base.errors import ConfigurationError, LossScaleError
-from verl_precision.engine.forward_dtypes import ForwardDtypes, compute_head_in_fp32
-from verl_precision.engine.loss_scaling import LossScaler, diagnosis, load_scaler, save_scaler
-from verl_precision.engine.shadow import ROUNDED_TO, ShadowModel, build_shadow, loss_of_shadow, rounded_weights
+from verl_precision.engine.forward_dtypes import ForwardDtypes
+from verl_precision.engine.loss_scaling import diagnosis, load_scaler, save_scaler
+from verl_precision.engine.shadow import ROUNDED_TO, ShadowModel, loss_beside_shadow, rounded_weights
 from verl_precision.engine.step_report import StepReport
+from verl_precision.integration.engine import build
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
-from verl_precision.integration.engine.measurement import shadow_known, updates_of
+from verl_precision.integration.engine.measurement import updates_of
 from verl_precision.integration.engine.model_outputs import fp32_outputs
-from verl_precision.integration.engine.registry import CPU, NVIDIA, register_engine
+from verl_precision.integration.engine.registry import CPU, NVIDIA, by_config, register_engine
 from verl_precision.integration.engine.router_replay import RouterReplay
-from verl_precision.integration.engine.weight_export import (
-    SentWeights,
-    adapter_layers,
-    merged_lora,
-    served_lora,
-    write_export_dtype,
-)
+from verl_precision.integration.engine.weight_export import merged_lora, served_lora, write_export_dtype
 from verl_precision.integration.ledger import wrap_once
 from verl_precision.integration.trainer.checkpoints import adopt_earlier
-from verl_precision.tools.actions.learning_rate import LOWER_RATE, ScaledLearningRate
-from verl_precision.tools.arithmetic.trainer_model import round_once
+
+
+class VerlsFSDPEngine(build.PartsOfEngine):
+    """The mixin before FSDPEngineWithLMHead or FSDPEngineWithValueHead, whose methods `super()` names: verl's path.
+
+    Its build has what works without our config: exact arithmetic, and on a CPU the manifest.
+    """
+
+    engine_config: Any
+
+    @property
+    def is_critic(self) -> bool:
+        """Whether it gives values in the place of log-probs."""
+        return isinstance(self, FSDPEngineWithValueHead)
+
+    @property
+    def is_actor(self) -> bool:
+        """Whether it trains a policy."""
+        return not (self.engine_config.forward_only or self.is_critic)
+
+    def steps(self) -> list[build.Step]:
+        """Return the steps of the build."""
+        return [*build.optional_steps(self), VerlsFSDPEngine.sharded, build.send_digests]
+
+    def _build_fsdp_module(self, module):
+        self.parts = []
+        for step in self.steps():
+            module = step(self, module)
+        return module
+
+    def sharded(self, module):
+        """Return a model as verl builds and shards it."""
+        return super()._build_fsdp_module(module)
 
 
 class PrecisionFSDPEngine:
-    """The mixin that comes before FSDPEngineWithLMHead or FSDPEngineWithValueHead, whose methods `super()` names."""
+    """The mixin that comes before `VerlsFSDPEngine` where the config is ours."""
 
-    engine_config: Any
-    # With verl's own config too? On a CPU: `VerifiedWeightSyncExtension` alone can load again there, and it reads it.
-    always_sends_manifest = False
-    _dtypes: ForwardDtypes
-    _shadow: ShadowModel | None = None
-    _replay: RouterReplay | None = None
-    _report: StepReport
-    _sent: SentWeights | None = None
-    _rate: ScaledLearningRate | None = None  # by the config, or while the alarm asks for it
-    _rate_is_set = False
+    dtypes: ForwardDtypes
+    shadow: ShadowModel | None = None
+    replay: RouterReplay | None = None
     sends_weights = True  # to a rollout
     adapter_layers: dict[str, Any]  # of LoRA, without weights: the actor's
 
-    @property
-    def _has_precision_config(self) -> bool:
-        return isinstance(self.engine_config, PrecisionFSDPConfig)
-
-    @property
-    def _is_critic(self) -> bool:
-        return isinstance(self, FSDPEngineWithValueHead)
-
-    # Building: shadow, routers, actor; each before its model is sharded.
-
-    def _build_fsdp_module(self, module):
-        round_once(self, module)
-        if not self._has_precision_config:
-            return super()._build_fsdp_module(module)
-        config = self.engine_config
-        if not (config.forward_only or self._is_critic):
-            if self.sends_weights:
-                model = self.model_config
-                self.adapter_layers = adapter_layers(module, bool(model.lora.get("merge")), model.target_modules)
-            if config.shadow.enabled:
-                # First: what verl's builder notes about the engine must be, in the end, the actor's.
-                self._shadow = build_shadow(self, module, self._build_verified)
-            if RouterReplay.is_asked(config):
-                self._replay = RouterReplay(module, config)
-            if config.learning_rate_ess_base is not None:
-                self._rate, self._rate_is_set = ScaledLearningRate(config.learning_rate_ess_base), True
-        return self._build_verified(module)
-
-    def _build_verified(self, module):
-        """Have verl shard a model whose forward records its dtypes, and put our scaler in the place of verl's."""
-        self._report = StepReport()
-        config = self.engine_config
-        head = compute_head_in_fp32(module) if config.fp32_output_head and not self._is_critic else None
-        # Before sharding: under FSDP1 the modules then have no matrix of their own any more.
-        self._dtypes = ForwardDtypes(
-            module,
-            role="reference" if config.forward_only else "critic" if self._is_critic else "actor",
-            expected=torch_dtype(config.compute_dtype),
-            exempt=head,
-        )
-        with warnings.catch_warnings():  # verl's scaler, replaced below, says that it is off without CUDA
-            warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA is not available")
-            module = super()._build_fsdp_module(module)
-        if self.scaler is not None:
-            self.scaler = None if config.forward_only else LossScaler(config.loss_scale, get_device_name())
-        return module
+    def steps(self) -> list[build.Step]:
+        """Return the steps of the build."""
+        self.report = StepReport()
+        return build.steps_of(self)
 
     # Forward: shadow, router replay, canary, verl's step, verification.
 
@@ -113,32 +90,24 @@ class PrecisionFSDPEngine:
         Without gradients the shadow alone runs. With gradients both run, and the loss gets log-probs that are the
         shadow's in value and the training forward's in gradient.
         """
-        step = self._verified_step
-        if self._replay is not None:
-            step = functools.partial(self._replay.step, step)
-        ratio_from_shadow = self._shadow is not None and self.engine_config.shadow.ratio_source == "shadow"
-        if forward_only and ratio_from_shadow:
-            with self._shadow.in_place_of_the_actor(self):
-                return step(micro_batch, loss_function, True)
-        if self._shadow is None or forward_only:
-            return step(micro_batch, loss_function, forward_only)
-        updates, shadow_log_probs = updates_of(self), None
-        if ratio_from_shadow or (updates is not None and updates.need_shadow(self.engine_config.shadow)):
-            with self._shadow.in_place_of_the_actor(self):
-                shadow_log_probs = step(micro_batch, None, True)[1]["model_output"]["log_probs"]
-        if ratio_from_shadow:
-            loss_function = loss_of_shadow(loss_function, shadow_log_probs)
-        with shadow_known(shadow_log_probs):
-            return step(micro_batch, loss_function, forward_only)
+        if self.replay is not None:  # there is no shadow beside it
+            return self.replay.step(self.verified_step, micro_batch, loss_function, forward_only)
+        ratio_from_shadow = self.engine_config.shadow.ratio_source == "shadow"
+        if self.shadow is None or (forward_only and not ratio_from_shadow):
+            return self.verified_step(micro_batch, loss_function, forward_only)
+        if forward_only:
+            return self.shadow.step(self.module, micro_batch, loss_function)
+        if ratio_from_shadow or updates_of(self).need_shadow(self.engine_config.shadow):
+            shadow_log_probs = self.shadow.step(self.module, micro_batch)[1]["model_output"]["log_probs"]
+            loss_function = loss_beside_shadow(loss_function, shadow_log_probs, ratio_from_shadow)
+        return self.verified_step(micro_batch, loss_function, False)
 
-    def _verified_step(self, micro_batch, loss_function, forward_only):
+    def verified_step(self, micro_batch, loss_function, forward_only):
         """Do verl's forward step, perhaps with weights rounded for the canary, then compare dtypes with the config."""
-        if not self._has_precision_config:
-            return super().forward_step(micro_batch, loss_function, forward_only)
         coarser = tu.get_non_tensor_data(data=micro_batch, key=ROUNDED_TO, default=None)
         with rounded_weights(self.module, torch_dtype(coarser)) if coarser else contextlib.nullcontext():
             result = super().forward_step(micro_batch, loss_function, forward_only)
-        self._dtypes.check()
+        self.dtypes.check()
         return result
 
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
@@ -146,79 +115,61 @@ class PrecisionFSDPEngine:
         verls = functools.partial(
             super().prepare_model_outputs, output, output_args, micro_batch, logits_processor_func
         )
-        if self._has_precision_config and self.engine_config.fp32_log_probs and not self._is_critic:
+        if self.engine_config.fp32_log_probs and not self.is_critic:
             return fp32_outputs(self, output, output_args, micro_batch, verls)
         return verls()
 
-    # Update: verl's mini-batch, which `measurement.py` measures, then what scaler and weight sync have to report.
+    # Update: verl's mini-batch, which `measurement.py` measures, then what scaler and parts have to report.
 
     def train_batch(self, data, loss_function):
-        """Train on a mini-batch as verl does; at the last one of a step also report."""
-        if self._has_precision_config and not self._rate_is_set:
-            self._rate = ScaledLearningRate(1.0) if tu.get(data, key=LOWER_RATE, default=False) else None
-        if self._rate is not None:
-            loss_function = self._rate.watched(loss_function)
-        outputs = super().train_batch(data, loss_function)
-        if (self._has_precision_config or self._sent is not None) and self.is_mp_src_rank_with_outputs():
-            if self._has_precision_config and self._report.last_skipped:
-                # verl averages it over mini-batches: one inf would hide all others
-                outputs["metrics"].pop("grad_norm")
-            if tu.get(data, key="update_lr_scheduler", default=True):
-                found = self._report.metrics(self.scaler) if self._has_precision_config else {}
-                for part in (self._sent, self._rate):
-                    found |= {} if part is None else part.take_metrics()
-                # lists, as verl's own: it joins those of all ranks
-                outputs["metrics"].update({key: [value] for key, value in found.items()})
-        return outputs
+        """Train on a mini-batch as verl does, perhaps at the lower rate that an alarm asks for."""
+        if self.is_actor and tu.get(data, key=build.LOWER_RATE, default=False):
+            build.lower_rate_in(self)
+        return super().train_batch(data, loss_function)
 
     def optimizer_step(self):
-        """Do verl's step with our scaler, and our rate; raise LossScaleError when the scale can fall no further."""
-        with contextlib.nullcontext() if self._rate is None else self._rate.applied(self):
+        """Do verl's step with our scaler; raise LossScaleError when the scale can fall no further."""
+        with contextlib.ExitStack() as around:
+            for part in self.parts:
+                around.enter_context(part.around_step(self))
             grad_norm = super().optimizer_step()
-        if self._shadow is not None:
-            self._shadow.outdate()
-        if self._has_precision_config:
-            self._report.add(grad_norm, self.scaler)
-            if self.scaler is not None and self.scaler.exhausted:
-                raise LossScaleError(diagnosis(self.scaler, self.module.named_parameters()))
+        if self.shadow is not None:
+            self.shadow.outdate()
+        step = None if self.scaler is None else self.scaler.last_step
+        self.report.add(step.skipped if step is not None else not math.isfinite(grad_norm), step)  # verl skips by it
+        if self.scaler is not None and self.scaler.exhausted:
+            raise LossScaleError(diagnosis(self.scaler, self.module.named_parameters()))
         return grad_norm
 
     def lr_scheduler_step(self):
         """Advance the schedule, unless every update since the last call was skipped."""
-        if not self._has_precision_config or self._report.take_applied():
-            return super().lr_scheduler_step()
-        return self.lr_scheduler.get_last_lr()[0]
+        return super().lr_scheduler_step() if self.report.take_applied() else self.lr_scheduler.get_last_lr()[0]
 
     # Weights: to the rollout, to a checkpoint and from one, to another device.
 
-    def get_per_tensor_param(self, *args, **kwargs):
-        """Return verl's weight stream, watched and perhaps rounded; if the receiver reads it, closed by a manifest."""
-        if not (self._has_precision_config or self.always_sends_manifest):
-            return super().get_per_tensor_param(*args, **kwargs)
-        weights, peft_config = super().get_per_tensor_param(*args, **kwargs)
+    def trained_weights(self, *args, **kwargs):
+        """Return verl's weight stream, of FSDP1 with an adapter whole."""
+        weights, peft_config = super().trained_weights(*args, **kwargs)
         if peft_config is not None and kwargs.get("base_sync_done") and self.engine_config.strategy == "fsdp":
             weights = served_lora(self)
-        if self._sent is None:
-            self._sent = SentWeights()
-        return self._sent.prepared(weights, self), peft_config
+        return weights, peft_config
 
     def _merged_lora_per_tensor_param(self, *args, **kwargs):
-        if self._has_precision_config:
-            return merged_lora(self)
-        return super()._merged_lora_per_tensor_param(*args, **kwargs)
+        return merged_lora(self)
 
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None, **kwargs):
         """Save verl's checkpoint and, before the barrier that ends the call, scaler state and the export's dtype."""
-        if self._has_precision_config and local_path is not None and torch.distributed.get_rank() == 0:  # who removes
+        first = torch.distributed.get_rank() == 0
+        if local_path is not None and first:  # who removes
             adopt_earlier(self.checkpoint_manager, local_path, max_ckpt_to_keep)
         super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep, **kwargs)
-        if local_path is None or not self._has_precision_config:
+        if local_path is None:
             return
-        if isinstance(self.scaler, LossScaler) and self.checkpoint_manager.should_save_extra:
+        if self.scaler is not None and self.checkpoint_manager.should_save_extra:
             save_scaler(self.scaler, local_path)
-        if torch.distributed.get_rank() == 0:
+        if first:
             write_export_dtype(str(Path(local_path) / "huggingface"), long(self.engine_config.compute_dtype))
-            if self.model_config.lora_rank and not self._is_critic:  # verl keeps rank and alpha alone
+            if self.model_config.lora_rank and not self.is_critic:  # verl keeps rank and alpha alone
                 adapter = getattr(self.module, "_fsdp_wrapped_module", self.module).peft_config["default"]
                 adapter.save_pretrained(local_path)
         torch.distributed.barrier()
@@ -226,29 +177,26 @@ class PrecisionFSDPEngine:
     def load_checkpoint(self, local_path, *args, **kwargs):
         """Load verl's checkpoint and the scaler's state; a checkpoint without it loads with a warning."""
         super().load_checkpoint(local_path, *args, **kwargs)
-        if self._shadow is not None:
-            self._shadow.outdate()
-        has_scaler = self._has_precision_config and isinstance(self.scaler, LossScaler)
-        if has_scaler and local_path is not None and self.checkpoint_manager.should_load_extra:
+        if self.shadow is not None:
+            self.shadow.outdate()
+        if self.scaler is not None and local_path is not None and self.checkpoint_manager.should_load_extra:
             load_scaler(self.scaler, local_path)
 
     def to(self, device, *args, **kwargs):
         """Move the engine, and the shadow with the actor's weights."""
         moved = super().to(device, *args, **kwargs)
-        if self._shadow is not None and (args[0] if args else kwargs.get("model", True)):
+        if self.shadow is not None and (args[0] if args else kwargs.get("model", True)):
             from verl.utils.fsdp_utils import load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
 
-            (offload_fsdp_model_to_cpu if device == "cpu" else load_fsdp_model_to_gpu)(self._shadow.module)
+            (offload_fsdp_model_to_cpu if device == "cpu" else load_fsdp_model_to_gpu)(self.shadow.module)
         return moved
 
     def disable_adapter(self, *args, **kwargs):
         """Leave LoRA out, of the shadow as well: it then stands for the reference."""
-        without = super().disable_adapter(*args, **kwargs)
-        if self._shadow is None:
-            return without
         both = contextlib.ExitStack()
-        both.enter_context(without)
-        both.enter_context(self._shadow.module.disable_adapter())
+        both.enter_context(super().disable_adapter(*args, **kwargs))
+        if self.shadow is not None:
+            both.enter_context(self.shadow.module.disable_adapter())
         return both
 
 
@@ -265,10 +213,9 @@ class RefuseFSDP1OnCPU:
         )
 
 
-def precision_variant(base: type, name: str, *mixins: type, **members: object) -> type:
+def precision_variant(base: type, name: str, *mixins: type) -> type:
     """Subclass FSDPEngineWithLMHead or FSDPEngineWithValueHead; further mixins come first in the method resolution."""
-    about = {"__module__": __name__, "__doc__": f"{base.__name__}; see {__name__}.", **members}
-    return type(name, (*mixins, PrecisionFSDPEngine, base), about)
+    return by_config(base, name, PrecisionFSDPConfig, PrecisionFSDPEngine, *mixins, VerlsFSDPEngine)
 
 
 def register_nvidia_engines(transformer_impl: ModuleType) -> None:
@@ -287,7 +234,7 @@ def register_cpu_engines(transformer_impl: ModuleType) -> None:
     wrap_once(transformer_impl.__name__, "CPUOffloadPolicy", _without_pinned_memory)
     for model_type, base in _bases(transformer_impl):
         name = f"{base.__name__}OnCPU"
-        register_engine(precision_variant(base, name, always_sends_manifest=True), model_type, "fsdp2", CPU)
+        register_engine(precision_variant(base, name), model_type, "fsdp2", CPU)
         register_engine(precision_variant(base, f"Refused{name}", RefuseFSDP1OnCPU), model_type, "fsdp", CPU)
 
 

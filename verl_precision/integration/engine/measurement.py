@@ -5,14 +5,12 @@ statistics that merge, not as numbers (`merged_metrics.py`). The seam is `BaseEn
 verl inherits, and through which each gets its loss function: FSDP, Megatron, VeOmni, TorchTitan, Automodel.
 """
 
-import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -21,8 +19,8 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from verl_precision.base.mergeable import Count
 from verl_precision.engine.settings import ShadowSettings
-from verl_precision.engine.shadow import OF_TRAINING
-from verl_precision.integration.ledger import set_within, wrap_once
+from verl_precision.engine.shadow import OF_SHADOW, OF_TRAINING
+from verl_precision.integration.ledger import wrap_once
 from verl_precision.integration.trainer.merged_metrics import MergedMetric
 from verl_precision.losses.clipping import ClipRange
 from verl_precision.mismatch.candidates import Candidates
@@ -42,13 +40,10 @@ TURNS = "verl_precision/turn_statistics"
 CANDIDATES = "verl_precision/candidates"
 FAILED = "verl_precision/failed_measurements"
 
-# Log-probs of the shadow for the micro-batch under way, nested; an engine that has one sets them.
-_shadow_log_probs: ContextVar[Tensor | None] = ContextVar("shadow_log_probs", default=None)
-
 logger = logging.getLogger("verl_precision.mismatch")
 
 
-class Request(TypedDict):
+class MeasureOrder(TypedDict):
     """What the trainer asks the worker to measure; plain data, because it travels with a batch."""
 
     mismatch: bool  # is the gap itself measured here? else the driver does that
@@ -67,57 +62,42 @@ def measure_every_engine(base: ModuleType) -> None:
     wrap_once(base.__name__, "BaseEngine.train_batch", _measured)
 
 
-def _measured(wrapped, instance, args, kwargs):
-    given = dict(zip(("data", "loss_function"), args, strict=False)) | kwargs
-    updates = updates_of(instance)
-    if updates is None:
-        if tu.get(given["data"], key=REQUEST, default=None) is None:
-            return wrapped(*args, **kwargs)
-        updates = instance.measured_updates = MeasuredUpdates()
-    with updates.one(given["data"]):
-        if updates.request:
-            given["loss_function"] = with_metrics(given["loss_function"], functools.partial(measure, updates.request))
-        return wrapped(**given)
-
-
-def updates_of(engine: Any) -> "MeasuredUpdates | None":
-    """Return what is known of an engine's updates; None before the first for which the trainer asks."""
-    return getattr(engine, "measured_updates", None)
-
-
-def shadow_known(log_probs: Tensor | None) -> AbstractContextManager[None]:
-    """Return a block in which the micro-batch that is measured has these log-probs of the shadow."""
-    return set_within(_shadow_log_probs, log_probs)
-
-
+@dataclass
 class MeasuredUpdates:
     """Which updates of an engine are measured: the first of each training step for which the trainer asks.
 
     At the first update the weights are still those the rollout was drawn with: later ones have drifted.
     """
 
-    def __init__(self) -> None:
-        self.request: Request | None = None  # of the update under way
-        self._steps, self._first_of_step = 0, True
-
-    @contextlib.contextmanager
-    def one(self, data: Any) -> Iterator[None]:
-        """Have one update inside the block."""
-        asked = tu.get(data, key=REQUEST, default=None)
-        if asked is None:
-            yield
-            return
-        self.request = asked if self._first_of_step else None
-        try:
-            yield
-        finally:
-            self.request = None
-            self._first_of_step = tu.get(data, key="update_lr_scheduler", default=True)
-            self._steps += self._first_of_step
+    request: MeasureOrder | None = None  # of the update under way
+    steps: int = 0
+    first_of_step: bool = True
 
     def need_shadow(self, shadow: ShadowSettings) -> bool:
         """Return whether α and β are measured in the update under way."""
-        return self.request is not None and shadow.every_n_steps > 0 and self._steps % shadow.every_n_steps == 0
+        return self.request is not None and shadow.every_n_steps > 0 and self.steps % shadow.every_n_steps == 0
+
+
+def updates_of(engine: Any) -> MeasuredUpdates:
+    """Return what is known of an engine's updates."""
+    return vars(engine).setdefault("measured_updates", MeasuredUpdates())
+
+
+def _measured(wrapped, instance, args, kwargs):
+    given = dict(zip(("data", "loss_function"), args, strict=False)) | kwargs
+    request = tu.get(given["data"], key=REQUEST, default=None)
+    if request is None:
+        return wrapped(*args, **kwargs)
+    updates = updates_of(instance)
+    if updates.first_of_step:
+        updates.request = request
+        given["loss_function"] = with_metrics(given["loss_function"], functools.partial(measure, request))
+    try:
+        return wrapped(**given)
+    finally:
+        updates.request = None
+        updates.first_of_step = tu.get(given["data"], key="update_lr_scheduler", default=True)
+        updates.steps += updates.first_of_step
 
 
 def with_metrics(loss_function: Callable, measured: Callable[[Any, Any], Mapping[str, Any]]) -> Callable:
@@ -134,37 +114,27 @@ def with_metrics(loss_function: Callable, measured: Callable[[Any, Any], Mapping
     return loss_and_metrics
 
 
-def measure(request: Request, output: Mapping[str, Tensor], data: Any) -> dict[str, MergedMetric]:
+def measure(request: MeasureOrder, output: Mapping[str, Tensor], data: Any) -> dict[str, MergedMetric]:
     """Measure one micro-batch; a failure is logged, counted, and costs the numbers of this micro-batch, never the run.
 
-    Log-probs, of shadow and model output, are nested, of prompt and response tokens. The keys are the same whether it
-    failed or not: verl merges ranks by the keys of the first.
+    Log-probs in the model's output are nested, of prompt and response tokens. The keys are the same whether it failed
+    or not: verl merges ranks by the keys of the first.
     """
-    failed, found = 0, Found(MismatchByVersion(), PhantomStatistics(), MismatchByTurn(), Candidates(request["keep"]))
-    try:
-        log_probs = output.get(OF_TRAINING, output["log_probs"]).detach()
-        found = _measure(request, log_probs, _shadow_log_probs.get(), data, found)
-    except Exception:  # somebody's run is under way, and does not need this number
-        failed = 1
-        logger.exception("the mismatch of a micro-batch could not be measured; training goes on without it")
-    metrics = {MISMATCH: MergedMetric([found.mismatch]), PHANTOM: MergedMetric([found.phantom])}
+    failed, found = 0.0, dict[str, Any]({MISMATCH: MismatchByVersion(), PHANTOM: PhantomStatistics()})
     if request["mismatch"]:
-        metrics[TURNS] = MergedMetric([found.turns])
+        found[TURNS] = MismatchByTurn()
     if request["keep"]:
-        metrics[CANDIDATES] = MergedMetric([found.candidates])
-    return {**metrics, FAILED: MergedMetric([Count(torch.tensor(float(failed)))])}
+        found[CANDIDATES] = Candidates(request["keep"])
+    try:
+        found |= _measure(request, output, data)
+    except Exception:  # somebody's run is under way, and does not need this number
+        failed = 1.0
+        logger.exception("the mismatch of a micro-batch could not be measured; training goes on without it")
+    found[FAILED] = Count(torch.tensor(failed))
+    return {key: MergedMetric([statistic]) for key, statistic in found.items()}
 
 
-class Found(NamedTuple):
-    """What is measured of a micro-batch."""
-
-    mismatch: MismatchByVersion
-    phantom: PhantomStatistics
-    turns: MismatchByTurn
-    candidates: Candidates
-
-
-def _measure(request: Request, log_probs: Tensor, shadow_log_probs: Tensor | None, data: Any, found: Found) -> Found:
+def _measure(request: MeasureOrder, output: Mapping[str, Tensor], data: Any) -> dict[str, Any]:
     fields = ["response_mask", "advantages"]
     if "rollout_log_probs" in data:
         fields.append("rollout_log_probs")
@@ -174,28 +144,30 @@ def _measure(request: Request, log_probs: Tensor, shadow_log_probs: Tensor | Non
         raise KeyError("rollout_log_probs did not reach the worker")
     padded = data.select(*fields).to_padded_tensor()
     mask, advantages, rollout = (padded[name] for name in fields)
-    trainer = no_padding_2_padding(log_probs, data)
+    trainer = no_padding_2_padding(output.get(OF_TRAINING, output["log_probs"]).detach(), data)
+    shadow = no_padding_2_padding(output[OF_SHADOW], data) if OF_SHADOW in output else None
     behind = _of_responses(data, VERSIONS_BEHIND) or [0] * len(mask)
     lengths_B = data["response_mask"].offsets().diff()
     ended = ended_by_themselves(data["response_mask"], request["longest_response"])
-    mismatch, phantom, turns, candidates = found
+    clip = None if request["clip"] is None else ClipRange(*request["clip"])
+    found: dict[str, Any] = {}
     if request["mismatch"]:
         threshold = request["ratio_threshold"]
-        mismatch = MismatchByVersion.measure(trainer, rollout, mask, advantages, behind, threshold, ended)
-        turns = MismatchByTurn.measure(trainer, rollout, mask, mismatch.whole, lengths_B)
-    clip = None if request["clip"] is None else ClipRange(*request["clip"])
-    shadow = None
-    if shadow_log_probs is not None:
-        shadow = no_padding_2_padding(shadow_log_probs, data)
-        phantom = PhantomStatistics.measure(
-            trainer, shadow, rollout, mask, advantages, clip, request["beta_in_ratio"], ended=ended
+        found[MISMATCH] = MismatchByVersion.measure(trainer, rollout, mask, advantages, behind, threshold, ended)
+        found[TURNS] = MismatchByTurn.measure(trainer, rollout, mask, found[MISMATCH].whole, lengths_B)
+    if shadow is not None:
+        in_ratio = request["beta_in_ratio"]
+        found[PHANTOM] = PhantomStatistics.measure(
+            trainer, shadow, rollout, mask, advantages, clip, in_ratio, ended=ended
         )
     elif request["rollout_as_shadow"]:
-        phantom = beta_of_current_version(trainer, rollout, mask, advantages, behind, clip, ended)
+        found[PHANTOM] = beta_of_current_version(trainer, rollout, mask, advantages, behind, clip, ended)
     if request["keep"] and request["mismatch"]:
         lots = _of_responses(data, LOTS)
-        candidates = Candidates.measure(request["keep"], lots, trainer, rollout, mask, shadow, lengths_B.tolist())
-    return Found(mismatch, phantom, turns, candidates)
+        found[CANDIDATES] = Candidates.measure(
+            request["keep"], lots, trainer, rollout, mask, shadow, lengths_B.tolist()
+        )
+    return found
 
 
 def _of_responses(data: Any, field: str) -> list[int]:

@@ -4,25 +4,23 @@ Megatron has FP16 of its own: its optimizer scales the loss, looks for overflow,
 checkpoints hold the scale. When it reports an overflow, which a dynamic scale makes by design, verl raises
 `NotImplementedError`. Here the update is skipped and counted, as in our FSDP engine, and the schedule waits for it.
 
-An engine whose config is not `PrecisionMcoreConfig` takes verl's path. None of this was run on a GPU.
+An engine whose config is not `PrecisionMcoreConfig` is verl's own. None of this was run on a GPU.
 """
 
 import math
 from types import ModuleType
 from typing import Any
 
-from verl.utils import tensordict_utils as tu
-
 from verl_precision.base.errors import LossScaleError
 from verl_precision.engine.step_report import StepReport
+from verl_precision.integration.engine.build import PartsOfEngine, digester
 from verl_precision.integration.engine.engine_config import PrecisionMcoreConfig
-from verl_precision.integration.engine.registry import NVIDIA, register_engine
-from verl_precision.integration.engine.weight_export import SentWeights
+from verl_precision.integration.engine.registry import NVIDIA, by_config, register_engine
 
 STOP_AFTER = 10  # consecutive skipped updates with the loss scale at its minimum; as in our FSDP engine
 
 
-class PrecisionMegatronEngine:
+class PrecisionMegatronEngine(PartsOfEngine):
     """The mixin that comes before MegatronEngineWithLMHead or MegatronEngineWithValueHead."""
 
     engine_config: Any
@@ -30,70 +28,45 @@ class PrecisionMegatronEngine:
     optimizer: Any
     _skipped = False  # the latest update?
     _skipped_at_minimum = 0
-    _report: StepReport
-    _sent: SentWeights | None = None
-
-    @property
-    def _has_precision_config(self) -> bool:
-        return isinstance(self.engine_config, PrecisionMcoreConfig)
 
     def _build_optimizer(self):
         """Build Megatron's optimizer; its step tells verl that all is well, and us whether it is."""
         optimizer = super()._build_optimizer()
-        if self._has_precision_config:
-            self._report, step = StepReport(), optimizer.step
+        self.report, self.parts = StepReport(), [digester()] if self.engine_config.send_weight_manifest else []
+        step = optimizer.step
 
-            def reported() -> tuple[bool, Any, Any]:
-                at_minimum = self._loss_scale() <= self._smallest_scale()
-                updated, grad_norm, zeros = step()
-                self._skipped = not updated
-                self._skipped_at_minimum = self._skipped_at_minimum + 1 if self._skipped and at_minimum else 0
-                return True, grad_norm if updated else math.nan, zeros
+        def reported() -> tuple[bool, Any, Any]:
+            at_minimum = self._loss_scale() <= self._smallest_scale()
+            updated, grad_norm, zeros = step()
+            self._skipped = not updated
+            self._skipped_at_minimum = self._skipped_at_minimum + 1 if self._skipped and at_minimum else 0
+            return True, grad_norm if updated else math.nan, zeros
 
-            optimizer.step = reported
+        optimizer.step = reported
         return optimizer
 
     def optimizer_step(self):
         """Do verl's step; raise LossScaleError when the loss scale can fall no further."""
         grad_norm = super().optimizer_step()
-        if self._has_precision_config:
-            self._report.add(math.nan if self._skipped else 0.0, None)  # Megatron applies a step whose norm is NaN
-            if self._skipped_at_minimum >= STOP_AFTER:
-                raise LossScaleError(
-                    f"{STOP_AFTER} updates in a row were skipped: gradients overflow at the smallest loss scale, "
-                    f"{self._smallest_scale():g}",
-                    remedy="The forward or backward pass itself overflows: `verl-precision check --model MODEL "
-                    "--activations` says where. Train in BF16 (precision=bf16), or lower "
-                    "optim.override_optimizer_config.min_loss_scale.",
-                )
+        self.report.add(self._skipped)  # not by the norm: Megatron applies a step whose norm is NaN
+        if self._skipped_at_minimum >= STOP_AFTER:
+            raise LossScaleError(
+                f"{STOP_AFTER} updates in a row were skipped: gradients overflow at the smallest loss scale, "
+                f"{self._smallest_scale():g}",
+                remedy="The forward or backward pass itself overflows: `verl-precision check --model MODEL "
+                "--activations` says where. Train in BF16 (precision=bf16), or lower "
+                "optim.override_optimizer_config.min_loss_scale.",
+            )
         return grad_norm
 
     def lr_scheduler_step(self):
         """Advance the schedule, unless every update since the last call was skipped."""
-        if not self._has_precision_config or self._report.take_applied():
-            return super().lr_scheduler_step()
-        return self.optimizer.param_groups[0]["lr"]
+        return super().lr_scheduler_step() if self.report.take_applied() else self.optimizer.param_groups[0]["lr"]
 
-    def train_batch(self, data, loss_function):
-        """Train on a mini-batch as verl does; at the last one of a step also report."""
-        outputs = super().train_batch(data, loss_function)
-        if self._has_precision_config and self.is_mp_src_rank_with_outputs():
-            if self._report.last_skipped:
-                outputs["metrics"].pop("grad_norm")  # verl averages it over mini-batches
-            if tu.get(data, key="update_lr_scheduler", default=True):
-                found = self._report.metrics(None) | ({} if self._sent is None else self._sent.take_metrics())
-                if self.engine_config.dtype == "float16":
-                    found["precision/loss_scale"] = self._loss_scale()
-                outputs["metrics"].update({key: [value] for key, value in found.items()})
-        return outputs
-
-    def get_per_tensor_param(self, *args, **kwargs):
-        """Return verl's weight stream; if the receiver reads it, closed by a manifest."""
-        weights, peft_config = super().get_per_tensor_param(*args, **kwargs)
-        if self._has_precision_config and self.engine_config.send_weight_manifest:
-            self._sent = self._sent or SentWeights()
-            weights = self._sent.closed(weights)
-        return weights, peft_config
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of the training step that ends."""
+        scale = {"precision/loss_scale": self._loss_scale()} if self.engine_config.dtype == "float16" else {}
+        return super().take_metrics() | scale
 
     def _loss_scale(self) -> float:
         return float(self.optimizer.get_loss_scale())
@@ -106,6 +79,5 @@ def register_megatron_engines(transformer_impl: ModuleType) -> None:
     """Register our variant of each Megatron engine under (device=cuda, vendor=nvidia)."""
     heads = transformer_impl.MegatronEngineWithLMHead, transformer_impl.MegatronEngineWithValueHead
     for model_type, base in zip(("language_model", "value_model"), heads, strict=True):
-        about = {"__module__": __name__, "__doc__": f"{base.__name__}; see {__name__}."}
-        engine = type(f"Precision{base.__name__}", (PrecisionMegatronEngine, base), about)
+        engine = by_config(base, f"Precision{base.__name__}", PrecisionMcoreConfig, PrecisionMegatronEngine)
         register_engine(engine, model_type, "megatron", NVIDIA)

@@ -11,7 +11,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_precision.engine.arithmetic_choice import inner_dtype
 from verl_precision.engine.log_probs import log_probs_and_entropy
-from verl_precision.engine.sampling_masks import MASK_FIELD, KeptTokens, unpack
+from verl_precision.engine.sampling_masks import MASK_FIELD, SamplingMask, unpack
 
 
 def fp32_outputs(
@@ -53,7 +53,7 @@ def fp32_outputs(
     return {k: torch.nested.nested_tensor_from_jagged(v, offsets) for k, v in outputs.items()}
 
 
-def kept_tokens(micro_batch: Any, labels_N: Tensor) -> KeptTokens | None:
+def kept_tokens(micro_batch: Any, labels_N: Tensor) -> SamplingMask | None:
     """Return the tokens that each place of a micro-batch was drawn from; None if sampling was not truncated.
 
     verl's padding samples are copies of another one with one token, which is not trained on: their masks are left out.

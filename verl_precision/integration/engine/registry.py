@@ -1,5 +1,7 @@
 """Our engines in verl's registry, under keys that verl's own do not have."""
 
+from typing import Any
+
 from verl.workers.engine.base import EngineRegistry
 
 from verl_precision.base.errors import RegistrationError
@@ -19,3 +21,20 @@ def register_engine(engine: type, model_type: str, backend: str, key: tuple[str,
         )
     if owner is None:
         EngineRegistry.register(model_type=model_type, backend=backend, device=key[0], vendor=key[1])(engine)
+
+
+class _ByConfig:
+    config_type: type
+    precise: type
+
+    def __new__(cls, model_config: Any = None, engine_config: Any = None, *args: object, **kwargs: object) -> Any:
+        ours = isinstance(engine_config, cls.config_type) and issubclass(cls.precise, cls)
+        return object.__new__(cls.precise if ours else cls)
+
+
+def by_config(base: type, name: str, config_type: type, ours: type, *verls: type) -> type:
+    """Subclass an engine of verl, with the mixins `verls`; made with a config of our type it is one with `ours` too."""
+    about = {"__module__": ours.__module__, "__doc__": f"{base.__name__}; see {ours.__module__}."}
+    engine: Any = type(name, (*verls, _ByConfig, base), {**about, "config_type": config_type})
+    engine.precise = type(name, (ours, engine), about)
+    return engine

@@ -8,9 +8,7 @@ from typing import Any
 from peft import PeftModel
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from verl.utils.device import get_device_name
 
-from verl_precision.base.dtypes import torch_dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import write_file
 from verl_precision.integration.engine.adapters import (
@@ -21,44 +19,8 @@ from verl_precision.integration.engine.adapters import (
     unmerged,
     untied,
 )
-from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
-from verl_precision.tools.arithmetic.stochastic_rounding import rounded_stream
-from verl_precision.weight_sync.bf16_grid import Bf16Grid
-from verl_precision.weight_sync.manifest import send_with_manifest
-from verl_precision.weight_sync.report import ReportBox
 
 MODEL = "actor_rollout_ref.model"
-
-
-class SentWeights:
-    """The weights of an engine on their way to the rollout, and what there is to report of them."""
-
-    def __init__(self) -> None:
-        self._reports, self._grid = ReportBox(), Bf16Grid()
-
-    def prepared(self, weights: Iterator[tuple[str, Tensor]], engine: Any) -> Iterator[tuple[str, Tensor]]:
-        """Return a weight stream watched and perhaps rounded, and closed by a manifest if the receiver reads it.
-
-        On a CPU weights can be loaded again by `VerifiedWeightSyncExtension` only, which reads the manifest.
-        """
-        config, closed = engine.engine_config, get_device_name() == "cpu"
-        if isinstance(config, PrecisionFSDPConfig):
-            weights = self._grid.watch(weights)
-            if config.stochastic_rounding_to is not None:
-                dtype = torch_dtype(config.stochastic_rounding_to)
-                # The schedule counts the steps that changed the weights, and checkpoints hold it.
-                weights = rounded_stream(weights, dtype, step=engine.lr_scheduler.last_epoch)
-            closed |= config.send_weight_manifest
-        return self.closed(weights) if closed else weights
-
-    def closed(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Return a weight stream closed by a manifest."""
-        return send_with_manifest(weights, self._reports.new_address())
-
-    def take_metrics(self) -> dict[str, float]:
-        """Return the metrics of what was sent since the last call."""
-        report = self._reports.take()
-        return ({} if report is None else report.metrics()) | self._grid.take()
 
 
 def adapter_layers(module: Any, merges: bool, targets: object = None) -> dict[str, Any]:

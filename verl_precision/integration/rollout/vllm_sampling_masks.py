@@ -7,8 +7,6 @@ to 1.
 """
 
 from collections.abc import AsyncIterator
-from contextvars import ContextVar
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -16,21 +14,10 @@ import numpy as np
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.sampling_masks import MASK_ANSWER_KEY, MASK_REQUEST_KEY
-from verl_precision.integration.ledger import set_within, wrap_actor_method_once
+from verl_precision.integration.ledger import wrap_actor_method_once
 
 # FP32 log-probs of up to thousands of tokens sum to 1 within this.
 _NORMALISED = 1e-3
-
-
-@dataclass
-class _Request:
-    """One request to the server that asks for its sampling masks."""
-
-    returned: int  # tokens that vLLM returns at each place
-    log_probs: Any = None  # vLLM's, filled while it generates
-
-
-_request: ContextVar[_Request | None] = ContextVar("request", default=None)
 
 
 def return_masks(server: ModuleType) -> None:
@@ -39,16 +26,20 @@ def return_masks(server: ModuleType) -> None:
 
 
 async def _generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    sampling_params = kwargs["sampling_params"] if "sampling_params" in kwargs else args[1]
-    returned = sampling_params.pop(MASK_REQUEST_KEY, None)
+    given = dict(zip(("prompt_ids", "sampling_params", "request_id"), args, strict=False)) | kwargs
+    returned, request = given["sampling_params"].pop(MASK_REQUEST_KEY, None), given["request_id"]
     if returned is None:
         return await wrapped(*args, **kwargs)
     if not isinstance(instance.engine.generate, _Recorded):
         instance.engine.generate = _Recorded(instance.engine.generate)
-    request = _Request(returned)
-    with set_within(_request, request):
+    recorded = instance.engine.generate
+    recorded.asked[request] = returned
+    try:
         output = await wrapped(*args, **kwargs)
-    output.extra_fields[MASK_ANSWER_KEY] = kept_of(request.log_probs, len(output.token_ids), returned)
+    finally:
+        del recorded.asked[request]
+        log_probs = recorded.log_probs.pop(request, None)
+    output.extra_fields[MASK_ANSWER_KEY] = kept_of(log_probs, len(output.token_ids), returned)
     return output
 
 
@@ -57,15 +48,17 @@ class _Recorded:
 
     def __init__(self, generate: Any) -> None:
         self._generate = generate
+        self.asked: dict[str, int] = {}  # request -> tokens that are returned at each place
+        self.log_probs: dict[str, Any] = {}  # request -> vLLM's
 
     async def __call__(self, **kwargs: Any) -> AsyncIterator[Any]:
-        request = _request.get()
-        if request is not None:
-            kwargs["sampling_params"].logprobs = request.returned
+        request = kwargs["request_id"]
+        if request in self.asked:
+            kwargs["sampling_params"].logprobs = self.asked[request]
             kwargs["sampling_params"].flat_logprobs = True
         async for output in self._generate(**kwargs):
-            if request is not None and output.outputs:
-                request.log_probs = output.outputs[0].logprobs
+            if request in self.asked and output.outputs:
+                self.log_probs[request] = output.outputs[0].logprobs
             yield output
 
 

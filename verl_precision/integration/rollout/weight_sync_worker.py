@@ -9,12 +9,9 @@ import time
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from verl.utils.device import get_torch_device
 from verl.utils.vllm.vllm_quant_utils import is_quantized_model
@@ -25,11 +22,10 @@ from verl_precision.base.errors import WeightSyncError
 from verl_precision.integration.cpu.vllm_on_cpu import bind_again
 from verl_precision.integration.cpu.vllm_reload import layerwise_reload
 from verl_precision.integration.rollout.load_recorder import choose_layers, comparable, record_loads
+from verl_precision.integration.rollout.sync_under_way import Sync
 from verl_precision.integration.rollout.weight_socket import own_path
 from verl_precision.weight_sync import manifest, verify
 from verl_precision.weight_sync.adapter import not_held
-from verl_precision.weight_sync.manifest import StreamDigest, TensorDigest
-from verl_precision.weight_sync.report import SyncReport
 from verl_precision.weight_sync.verify import LayerRecord, NotVerifiableError
 
 logger = logging.getLogger("verl_precision.weight_sync")
@@ -43,27 +39,10 @@ SYNC_HELP = (
 _SHOWN = 8  # problems in an error message; the log has them all
 
 
-@dataclass
-class _Sync:
-    """What is known of the sync under way."""
-
-    on_cpu: bool
-    sent: dict[str, TensorDigest] | None = None  # None: the trainer sends no manifest
-    reply_to: str | None = None
-    received: dict[str, torch.dtype] = field(default_factory=dict)
-    digests: StreamDigest | None = None  # of what was received; None: the trainer announces no manifest
-    loading: str = ""  # what the model was given last
-    loaded: set[str] | None = field(default_factory=set)  # None: the model does not say what it has loaded
-    adapter: dict[str, Tensor] = field(default_factory=dict)  # the tensors of a LoRA adapter
-    buffers: list[tuple[str, Tensor]] = field(default_factory=list)  # on CPU, to be set when the reload has ended
-    failure: Exception | None = None
-    report: SyncReport = field(default_factory=SyncReport)
-
-
 class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
     """verl's worker extension that verifies each weight sync; see the module's docstring."""
 
-    _sync: _Sync | None = None
+    _sync: Sync | None = None
     _sync_index = 0
     _without_adapter = 0  # streams of base weights since the latest adapter
     _encoded: "dict[str, weakref.ref[Tensor]]" = {}  # outputs of encoders that were cached when the latest sync ended
@@ -72,78 +51,72 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         self, peft_config: dict | None = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
         """Receive and load weights as verl does, then verify them; with LoRA and `base_sync_done`, of the adapter."""
-        self._sync = sync = _Sync(on_cpu=self.device is not None and self.device.type == "cpu")
-        model: Any = self.model_runner.model
-        adapter_only, by_layer = bool(peft_config and base_sync_done), False
-        self._without_adapter = 0 if adapter_only else self._without_adapter + 1
-        problems, parameters = list[str](), set[str]()
-        records: dict[str, LayerRecord] = {}
+        on_cpu = self.device is not None and self.device.type == "cpu"
+        self._sync = sync = Sync(on_cpu, (peft_config or None) if base_sync_done else None)
         try:
-            with ExitStack() as stack:
-                try:
-                    problems += self._old_encoder_outputs() if self._sync_index else []
-                    by_layer = not adapter_only and not self._is_quantised()
-                    if by_layer:
-                        parameters = {name for name, _ in model.named_parameters()}
-                        records = stack.enter_context(self._recording(model, sync))
-                        _collect_loaded(model, sync)
-                        stack.callback(delattr, model, "load_weights")
-                except Exception as error:  # raised once the sender has been answered
-                    sync.failure = self._failure("looking at the model", error)
+            with ExitStack() as until_loaded:
+                self._look_at_the_model(sync, until_loaded)
                 super().update_weights_from_ipc(peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
                 if sync.failure is not None:
                     raise sync.failure
             if sync.buffers:
-                super()._apply_buffer_updates_all_models(sync.buffers, dict(model.named_buffers()))
-            problems += self._arrival_problems(sync) + self._delivery_problems()
-            if adapter_only:
-                problems += self._adapter_problems(sync, peft_config or {})
-            elif by_layer:
-                problems += _coverage_problems(parameters, sync.loaded) + self._layer_problems(model, records, sync)
-            else:
-                sync.report.unverified_layers = len(verify.layers_with_parameters(model))
+                named_buffers = dict(self.model_runner.model.named_buffers())
+                super()._apply_buffer_updates_all_models(sync.buffers, named_buffers)
+            self._verify(sync)
         finally:
             self._sync = None
             self._encoded = {key: weakref.ref(output) for key, output in self._encoder_outputs().items()}
-            records.clear()
+            sync.records.clear()
             get_torch_device().empty_cache()  # verl emptied it while the records were there; the KV cache comes next
-        if problems:
-            for problem in problems:
-                logger.error("weight sync %d: %s", self._sync_index, problem)
-            more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-            shown = "; ".join(problems[:_SHOWN]) + more
-            raise WeightSyncError(f"Weight sync {self._sync_index} did not take: {shown}. {SYNC_HELP}")
+        self._raise_problems(sync.problems)
         if sync.reply_to is not None:
             sync.report.write(sync.reply_to)
         if sync.on_cpu:
             bind_again(self.model_runner)
         self._sync_index += 1
 
+    def _look_at_the_model(self, sync: Sync, until_loaded: ExitStack) -> None:
+        """Note what the sync could change, and have what is loaded recorded."""
+        model: Any = self.model_runner.model
+        self._without_adapter = self._without_adapter + 1 if sync.peft_config is None else 0
+        try:
+            sync.problems += self._old_encoder_outputs() if self._sync_index else []
+            if sync.peft_config is None and not self._is_quantised():
+                sync.parameters = {name for name, _ in model.named_parameters()}
+                sync.records = until_loaded.enter_context(self._recording(model, sync))
+                sync.collect_loaded(model)
+                until_loaded.callback(delattr, model, "load_weights")
+        except Exception as error:
+            sync.failure = self._failure("looking at the model", error)
+
+    def _verify(self, sync: Sync) -> None:
+        """Add what is wrong with a sync that has ended."""
+        model: Any = self.model_runner.model
+        sync.problems += self._arrival_problems(sync) + self._delivery_problems()
+        if sync.peft_config is not None:
+            sync.problems += self._adapter_problems(sync, sync.peft_config)
+        elif sync.parameters is not None:
+            sync.problems += sync.coverage_problems() + self._layer_problems(model, sync)
+        else:
+            sync.report.unverified_layers = len(verify.layers_with_parameters(model))
+
+    def _raise_problems(self, problems: list[str]) -> None:
+        for problem in problems:
+            logger.error("weight sync %d: %s", self._sync_index, problem)
+        if problems:
+            more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+            shown = "; ".join(problems[:_SHOWN] + more)
+            raise WeightSyncError(f"Weight sync {self._sync_index} did not take: {shown}. {SYNC_HELP}")
+
     def _update_weights(self, weights: list[tuple[str, Tensor]], peft_config: dict, base_sync_done: bool) -> None:
-        """Load one bucket. An error is kept until the sender has been answered, which would otherwise wait for ever."""
+        """Load one bucket; an error is kept."""
         sync = self._sync
         if sync is None:  # verl came here by another way than update_weights_from_ipc
             return super()._update_weights(weights, peft_config=peft_config, base_sync_done=base_sync_done)
         if sync.failure is not None:
             return None
         try:
-            tensors = []
-            for name, tensor in weights:
-                if name == manifest.ANNOUNCEMENT_NAME:
-                    sync.digests = StreamDigest()
-                elif name == manifest.MANIFEST_NAME:
-                    sync.sent, sync.reply_to = manifest.read_manifest(tensor)
-                else:
-                    # The layer-wise reload reads tensors after this bucket's memory has been reused.
-                    tensors.append((name, tensor.clone() if sync.on_cpu else tensor))
-            start = time.perf_counter()
-            for name, tensor in tensors:  # what is loaded below
-                sync.received[name] = tensor.dtype
-                if sync.digests is not None:
-                    sync.digests.add(name, tensor)
-            sync.loading = f"a tensor from {tensors[0][0]} to {tensors[-1][0]}" if tensors else sync.loading
-            sync.adapter = dict(tensors) if peft_config and base_sync_done else sync.adapter
-            sync.report.seconds += time.perf_counter() - start
+            tensors = sync.take_bucket(weights)
             super()._update_weights(tensors, peft_config=peft_config, base_sync_done=base_sync_done)
         except Exception as error:
             sync.failure = self._failure(sync.loading, error)
@@ -169,12 +142,12 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         if self._sync is None or not self._sync.on_cpu:
             yield from super()._iter_all_models_with_config()
 
-    def _recording(self, model: Any, sync: _Sync) -> AbstractContextManager[dict[str, LayerRecord]]:
+    def _recording(self, model: Any, sync: Sync) -> AbstractContextManager[dict[str, LayerRecord]]:
         layers = choose_layers(model, self._sync_index, (lambda layer: True) if sync.on_cpu else comparable)
         config = self.model_runner.vllm_config.model_config
         return layerwise_reload(model, config, layers) if sync.on_cpu else record_loads(model, layers)
 
-    def _arrival_problems(self, sync: _Sync) -> list[str]:
+    def _arrival_problems(self, sync: Sync) -> list[str]:
         dtype = self.model_runner.vllm_config.model_config.dtype
         if self._sync_index == 0:
             kinds = Counter(map(manifest.dtype_name, sync.received.values()))
@@ -212,7 +185,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
             "rollout.checkpoint_engine.backend=naive only; else set model.lora.merge=True"
         ]
 
-    def _adapter_problems(self, sync: _Sync, peft_config: dict) -> list[str]:
+    def _adapter_problems(self, sync: Sync, peft_config: dict) -> list[str]:
         """Ask whether vLLM computes with the adapter; else it would serve the base model, and say nothing."""
         sync.report.unverified_layers = layers = len({name.partition(".lora_")[0] for name in sync.received})
         number = verl_vllm.VLLM_LORA_INT_ID
@@ -233,12 +206,12 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         sync.report.verified_layers, sync.report.unverified_layers = (0 if missing else layers), 0
         return [f"{name}: no layer of vLLM computes with it, of {len(using)} that use an adapter" for name in missing]
 
-    def _layer_problems(self, model: Any, records: dict[str, LayerRecord], sync: _Sync) -> list[str]:
+    def _layer_problems(self, model: Any, sync: Sync) -> list[str]:
         start, problems = time.perf_counter(), []
         tied = {name for name, _ in verify.shared_parameter_layers(model)} if sync.on_cpu else set()
         dtype = self.model_runner.vllm_config.model_config.dtype
         for name, layer in verify.layers_with_parameters(model).items():
-            record = records.get(name)
+            record = sync.records.get(name)
             if record is None:
                 sync.report.unverified_layers += not sync.on_cpu and not comparable(layer)
                 continue
@@ -266,35 +239,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         return True
 
 
-def _collect_loaded(model: Any, sync: _Sync) -> None:
-    """Have the names that `model.load_weights` returns collected, until the attribute is deleted."""
-    load_weights = model.load_weights
-
-    def told(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights:
-            sync.loading = name
-            yield name, tensor
-
-    def collecting(weights: Any) -> Any:
-        names = load_weights(told(weights))
-        sync.loaded = None if names is None or sync.loaded is None else sync.loaded | set(names)
-        return names
-
-    model.load_weights = collecting
-
-
 def _whole(layer: Any, weights: Any) -> bool:
     """Return whether vLLM keeps a layer's adapter as it came: no experts, no rank's part, no tensor split in slices."""
     tensors = len(weights.lora_a) if isinstance(weights.lora_a, list) else 1
     return isinstance(layer.lora_a_stacked, tuple) and layer.tp_size == 1 and tensors == layer.n_slices
-
-
-def _coverage_problems(parameters: set[str], loaded: set[str] | None) -> list[str]:
-    """Name the parameters that were not loaded, under their own name or (experts) under that of a layer above."""
-
-    def arrived(name: str) -> bool:
-        *parents, leaf = name.split(".")
-        return any(".".join([*parents[:depth], leaf]) in names for depth in range(len(parents) + 1))
-
-    names = parameters if loaded is None else loaded
-    return [f"{name}: no tensor of the sync was loaded into it" for name in sorted(parameters) if not arrived(name)]

@@ -74,7 +74,7 @@ class RunMonitor:
         self.in_worker = bypass or not beta_in_ratio  # the driver never sees the trainer's log-probs
         ratio = ratio_of(actor)
         against_rollout = ratio is not None and (ratio.bypass if bypass else ratio.decoupled) == "rollout"
-        self.request = measurement.Request(
+        self.request = measurement.MeasureOrder(
             mismatch=self.in_worker,
             rollout_as_shadow=self.in_worker and not self.shadowed,
             bypass=bypass,

@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.integration.engine.build import LOWER_RATE, EnginePart
 from verl_precision.losses.metrics import ESS, EffectiveSampleSize, OfWeights
 
 FACTOR = "precision/learning_rate_factor"
-LOWER_RATE = "verl_precision_lower_rate"  # key among a batch's data: the alarm wants a rate for the effective sample
 
 
 class ScaledLearningRate:
@@ -32,14 +34,17 @@ class ScaledLearningRate:
     response, has the rate 0.
     """
 
-    def __init__(self, base: float) -> None:
-        self.base = base  # e₀
+    def __init__(self, base: float | None) -> None:
+        self.base = base  # e₀; None: 1, in the updates for which the alarm asks, and in no other
+        self._scales = False  # the update under way?
         self._found: list[OfWeights] = []  # of the micro-batches of the update under way
         self._factors: list[float] = []  # of the updates of the training step so far
 
-    def watched(self, loss_function: Callable) -> Callable:
+    def watched(self, data: Any, loss_function: Callable) -> Callable:
         """Return verl's loss function for one update; the weights that it reports are kept."""
-        self._found = []
+        self._scales, self._found = self.base is not None or tu.get(data, key=LOWER_RATE, default=False), []
+        if not self._scales:
+            return loss_function
 
         def loss_and_weights(*args: Any, **kwargs: Any) -> Any:
             result = loss_function(*args, **kwargs)
@@ -50,12 +55,15 @@ class ScaledLearningRate:
         return loss_and_weights
 
     @contextlib.contextmanager
-    def applied(self, engine: Any) -> Iterator[None]:
+    def around_step(self, engine: Any) -> Iterator[None]:
         """Have the step of an engine's optimizer inside the block.
 
         Raises:
             ConfigurationError: If the loss reported no weights.
         """
+        if not self._scales:
+            yield
+            return
         factor, groups = self._factor(engine.get_data_parallel_group()), engine.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         try:
@@ -84,4 +92,12 @@ class ScaledLearningRate:
         sums = torch.stack([each.responses for each in self._found]).sum(dim=0).to(get_device_name())
         dist.all_reduce(sums, group=ranks)
         fraction = EffectiveSampleSize(*sums.cpu()).value()
-        return 0.0 if math.isnan(fraction) else math.sqrt(min(1.0, fraction / self.base))
+        return 0.0 if math.isnan(fraction) else math.sqrt(min(1.0, fraction / (self.base or 1.0)))
+
+
+def scale_learning_rate(engine: Any, module: nn.Module) -> nn.Module:
+    """Scale the rate of each update by the config's e₀, or of those for which the alarm asks: a step of the build."""
+    if not hasattr(engine, "scaled_learning_rate"):  # an alarm asks in each update
+        engine.scaled_learning_rate = rate = ScaledLearningRate(engine.engine_config.learning_rate_ess_base)
+        engine.parts.append(EnginePart(rate.watched, rate.around_step, take_metrics=rate.take_metrics))
+    return module

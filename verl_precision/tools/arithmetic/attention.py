@@ -27,7 +27,7 @@ class Spans(NamedTuple):
     first_B: Tensor  # position of the first query
 
 
-class Request(NamedTuple):
+class AttentionSpan(NamedTuple):
     """A sequence, or the end of one: its queries lie together, its keys anywhere."""
 
     query: int  # row of the first query
@@ -35,13 +35,13 @@ class Request(NamedTuple):
     keys: Tensor  # rows of all keys up to the last query's
 
 
-def plan(requests: Iterable[Request]) -> list[Spans]:
+def plan(requests: Iterable[AttentionSpan]) -> list[Spans]:
     """Return the spans of some requests, each cut so that scores and gathered keys stay small."""
-    pieces: dict[int, list[Request]] = defaultdict(list)
+    pieces: dict[int, list[AttentionSpan]] = defaultdict(list)
     for query, queries, keys in requests:
         for start in range(0, queries, _QUERIES):
             count = min(_QUERIES, queries - start)
-            pieces[count].append(Request(query + start, count, keys[: len(keys) - queries + start + count]))
+            pieces[count].append(AttentionSpan(query + start, count, keys[: len(keys) - queries + start + count]))
     planned = []
     for count, alike in pieces.items():
         alike.sort(key=lambda piece: len(piece.keys))
@@ -52,7 +52,7 @@ def plan(requests: Iterable[Request]) -> list[Spans]:
     return planned
 
 
-def _together(pieces: list[Request], count: int) -> Spans:
+def _together(pieces: list[AttentionSpan], count: int) -> Spans:
     longest = max(len(piece.keys) for piece in pieces)
     starts = torch.tensor([piece.query for piece in pieces], device=pieces[0].keys.device)
     keys = torch.stack([torch.cat((p.keys, p.keys[:1].expand(longest - len(p.keys)))) for p in pieces])
@@ -76,7 +76,7 @@ def packed(positions_BT: Tensor, mask_BT: Tensor | None) -> list[Spans]:
         starts, counts = starts[real], counts[real]
     rows = torch.arange(begins.numel(), device=starts.device)
     spans = zip(starts.tolist(), counts.tolist(), strict=True)
-    return plan(Request(start, count, rows[start : start + count]) for start, count in spans)
+    return plan(AttentionSpan(start, count, rows[start : start + count]) for start, count in spans)
 
 
 class _Attention(torch.autograd.Function):

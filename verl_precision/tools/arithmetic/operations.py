@@ -203,17 +203,3 @@ def experts(
     of_choices = torch.cat(results)[order.argsort()].view(tokens, top_k, -1)
     weighted = lambda results, weights: (results * weights.unsqueeze(-1)).sum(1)  # noqa: E731
     return _RoundedOnce.apply(weighted, inner, of_choices, weights_Nk)
-
-
-def log_softmax(x: Tensor, *, inner: torch.dtype) -> Tensor:
-    """Return log softmax over the last dimension in FP32, without a gradient.
-
-    The largest is left out of the sum, which is then small beside it: so the log-prob of a nearly certain token keeps
-    all of its digits.
-    """
-    distance = x.to(inner)
-    largest = distance.max(-1, keepdim=True)
-    distance = distance - largest.values
-    itself = largest.values - largest.values  # 0, or not a number where a logit has overflown
-    others = distance.exp().scatter_(-1, largest.indices, 0.0).sum(-1, keepdim=True) + itself
-    return (distance - others.log1p()).float()

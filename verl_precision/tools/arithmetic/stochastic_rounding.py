@@ -1,4 +1,4 @@
-"""Weights rounded to the rollout's dtype at random, so that what is served is on average what was trained. Pure torch.
+"""Weights rounded to the rollout's dtype at random, so that what is served is on average what was trained.
 
 Nearest rounding hides from the rollout every update that stays below half of one unit in the last place. With
 stochastic rounding such an update changes the served weight with the probability that is its share of the unit.
@@ -6,11 +6,24 @@ stochastic rounding such an update changes the served weight with the probabilit
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from verl_precision.base.dtypes import torch_dtype
+from verl_precision.integration.engine.build import EnginePart
 
 _CHUNK = 1 << 22  # elements rounded at a time: 100 MiB of temporaries, however large the tensor
+
+
+def round_what_is_sent(engine: Any, module: nn.Module) -> nn.Module:
+    """Round weights at random before they leave for the rollout: a step of an engine's build."""
+    dtype = torch_dtype(engine.engine_config.stochastic_rounding_to)
+    # The schedule counts the steps that changed the weights, and checkpoints hold it.
+    of_step = lambda weights: rounded_stream(weights, dtype, step=engine.lr_scheduler.last_epoch)  # noqa: E731
+    engine.parts.append(EnginePart(sent=of_step))
+    return module
 
 
 def rounded_stream(

@@ -19,8 +19,8 @@ from verl.utils.device import get_device_name
 from verl_precision.base.dtypes import EXACT, torch_dtype
 from verl_precision.engine.arithmetic_choice import (
     FAMILIES,
+    arithmetic_in_use,
     beyond_merging,
-    chosen,
     inner_dtype,
     refused,
     require_family,
@@ -32,20 +32,20 @@ from verl_precision.tools.arithmetic.attention import attention, packed
 ATTENTION = "verl_precision"  # name of the attention in transformers
 
 
-def round_once(engine: Any, module: nn.Module) -> None:
-    """Give a model, not sharded yet, operations that are rounded once, if this process was asked for them.
+def round_operations_once(engine: Any, module: nn.Module) -> nn.Module:
+    """Give a model, not sharded yet, operations that are rounded once: a step of an engine's build.
 
     A GPU's products are rounded once in FP32 already; on one, the others are refused.
     """
-    inner = inner_dtype()
-    on_cpu = get_device_name() == "cpu"
-    if inner is None or (chosen() == "rounded_once" and not on_cpu):
-        return
-    if chosen() == EXACT:
+    inner, on_cpu, exact = inner_dtype(), get_device_name() == "cpu", arithmetic_in_use() == EXACT
+    if inner is None or not (exact or on_cpu):
+        return module
+    if exact:
         _require_exact(engine, on_cpu)
     replace_operations(module, inner)
-    if chosen() == EXACT:
+    if exact:
         merge_adapters(module, inner, torch_dtype(engine.engine_config.compute_dtype))
+    return module
 
 
 def _require_exact(engine: Any, on_cpu: bool) -> None:

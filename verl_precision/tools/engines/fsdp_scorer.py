@@ -27,7 +27,7 @@ class TrainerEngine:
         from verl.workers.engine import EngineRegistry
 
         from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
-        from verl_precision.integration.engine.single_rank import make_group_of_one
+        from verl_precision.tools.selftest.single_rank import make_group_of_one
 
         make_group_of_one("cuda" if on_gpu else "cpu")
         adapter, dtype, packed = settings.adapter, settings.dtype, settings.packed
@@ -78,7 +78,7 @@ class TrainerEngine:
         import torch
 
         from verl_precision.engine.arithmetic_choice import inner_dtype
-        from verl_precision.tools.arithmetic.operations import log_softmax
+        from verl_precision.engine.log_probs import log_softmax
 
         kept: list[Any] = []
         hook = self._engine.module.register_forward_hook(lambda module, args, output: kept.append(output.logits))
@@ -97,7 +97,7 @@ class TrainerEngine:
         import torch
 
         from verl_precision.integration.engine.router_replay import CHOICES
-        from verl_precision.integration.engine.single_rank import engine_batch, nested
+        from verl_precision.tools.selftest.single_rank import engine_batch, nested
 
         sequences = [torch.tensor(r.prompt_token_ids + r.response_token_ids, dtype=torch.long) for r in requests]
         data = engine_batch(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from verl_precision.base.dtypes import long
 from verl_precision.base.files import new_file
 from verl_precision.check.rules.attention import gated_delta_nets
-from verl_precision.engine.arithmetic_choice import chosen
+from verl_precision.engine.arithmetic_choice import arithmetic_in_use
 from verl_precision.integration.ledger import require_feature
 from verl_precision.tools.engines.engine import Request, Response, SamplerSettings, prepare_process
 from verl_precision.tools.engines.model import model_location
@@ -169,7 +169,12 @@ class OperationRecorder:
         """End the record, and write it: token ids, dtype, arithmetic, and the calls in their order, in FP32."""
         calls, self._calls = self._calls, None
         with new_file(path, replace=True) as scratch:
-            content = {"token_ids": list(token_ids), "dtype": self._dtype, "arithmetic": chosen(), "calls": calls}
+            content = {
+                "token_ids": list(token_ids),
+                "dtype": self._dtype,
+                "arithmetic": arithmetic_in_use(),
+                "calls": calls,
+            }
             torch.save(content, scratch)
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ def installation(device: str, folder: Path) -> Figures:
 @check("fp16_updates", "A", "50 FP16 updates: overflows skipped, scale exact, resumed", alone=True)
 def fp16_updates(device: str, folder: Path, strategy: str = "fsdp2") -> Figures:
     """Train 50 updates in FP16, with planted overflows and a restart."""
-    from verl_precision.integration.engine.single_rank import one_rank
+    from verl_precision.tools.selftest.single_rank import one_rank
 
     settings = LossScaleSettings(initial=_FIRST_SCALE, growth_interval=_GROWTH_INTERVAL)
     build = partial(build_engine, device, "fp16", strategy, loss_scale=settings)
@@ -115,7 +115,7 @@ def build_engine(device: str, dtype: str, strategy: str = "fsdp2", **ours: Any) 
 
 def batch() -> Any:
     """Return three sequences of different lengths, the same ones each time."""
-    from verl_precision.integration.engine.single_rank import engine_batch
+    from verl_precision.tools.selftest.single_rank import engine_batch
 
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(3, 90, (length,), generator=generator) for length in (12, 20, 7)]
@@ -162,7 +162,7 @@ def offload_overflow(device: str, folder: Path) -> Figures:
     Under `offload_policy` torch's scaler copies 1/S and its found-inf flag to the host and does not wait for them. Ours
     must miss no overflow, and divide every finite gradient by the scale.
     """
-    from verl_precision.integration.engine.single_rank import one_rank
+    from verl_precision.tools.selftest.single_rank import one_rank
 
     counts = {"missed": 0, "misread": 0, "false_alarms": 0}
     with one_rank("cuda"):

@@ -1,0 +1,201 @@
+"""An engine's build: one list of steps, `module = step(engine, module)`; verl's sharding is one of them.
+
+What a step leaves behind to take part in updates or weight streams is an `EnginePart`. A step of what most runs do
+without is an entry point (base/extensions.py) of the group `verl_precision.engine`, named after the setting of the
+engine that asks for it: `optional_steps`. Three models of one engine can be built: the actor's (or a critic's, or a
+reference's), and a shadow of the actor's.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
+
+from verl_precision.base.dtypes import long, short, torch_dtype
+from verl_precision.base.extensions import features_asked_for
+from verl_precision.engine.arithmetic_choice import SETTING as ARITHMETIC
+from verl_precision.engine.arithmetic_choice import arithmetic_in_use, inner_dtype
+from verl_precision.engine.forward_dtypes import ForwardDtypes, compute_head_in_fp32
+from verl_precision.engine.loss_scaling import LossScaler
+from verl_precision.engine.settings import ShadowSettings
+from verl_precision.engine.shadow import ShadowModel
+from verl_precision.engine.step_report import StepReport
+from verl_precision.integration.engine.router_replay import RouterReplay
+from verl_precision.integration.engine.weight_export import adapter_layers
+from verl_precision.weight_sync.bf16_grid import Bf16Grid
+from verl_precision.weight_sync.manifest import send_with_manifest
+from verl_precision.weight_sync.report import ReportBox
+
+Step = Callable[[Any, nn.Module], nn.Module]
+Weights = Iterator[tuple[str, Tensor]]
+
+LOWER_RATE = "verl_precision_lower_rate"  # key among a batch's data: the alarm wants a lower learning rate
+PROMISED = (ARITHMETIC, "learning_rate_ess_base", "stochastic_rounding_to", LOWER_RATE)
+
+
+@dataclass(frozen=True)
+class EnginePart:
+    """Takes part in what an engine does after its build; what is left out does nothing."""
+
+    # (data, verl's loss function) -> the loss function of the update whose batch is `data`
+    watched: Callable[[Any, Callable], Callable] = lambda data, loss_function: loss_function
+    # engine -> a block for the optimizer's step
+    around_step: Callable[[Any], AbstractContextManager[None]] = lambda engine: nullcontext()
+    # the weight stream to the rollout, as it came from the parts before -> the stream
+    sent: Callable[[Weights], Weights] = lambda weights: weights
+    take_metrics: Callable[[], Mapping[str, float]] = dict  # of the training step that ends
+
+
+class PartsOfEngine:
+    """A mixin before an engine of verl: its parts take part, and each training step is reported once."""
+
+    parts: list[EnginePart] = []
+    report: StepReport | None = None
+    scaler: Any = None
+
+    def train_batch(self, data, loss_function):
+        """Train on a mini-batch as verl does; at the last one of a step also report."""
+        for part in self.parts:
+            loss_function = part.watched(data, loss_function)
+        outputs = super().train_batch(data, loss_function)
+        if (self.parts or self.report) and self.is_mp_src_rank_with_outputs():
+            if self.report is not None and self.report.last_skipped:
+                outputs["metrics"].pop("grad_norm")  # verl averages it over mini-batches: one inf would hide all others
+            if tu.get(data, key="update_lr_scheduler", default=True):
+                # lists, as verl's own: it joins those of all ranks
+                outputs["metrics"].update({key: [value] for key, value in self.take_metrics().items()})
+        return outputs
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of the training step that ends."""
+        found = {} if self.report is None else self.report.metrics(self.scaler)
+        for part in self.parts:
+            found |= part.take_metrics()
+        return found
+
+    def get_per_tensor_param(self, *args, **kwargs):
+        """Return the weight stream as the parts send it."""
+        weights, peft_config = self.trained_weights(*args, **kwargs)
+        for part in self.parts:
+            weights = part.sent(weights)
+        return weights, peft_config
+
+    def trained_weights(self, *args, **kwargs):
+        """Return verl's weight stream."""
+        return super().get_per_tensor_param(*args, **kwargs)
+
+
+def optional_steps(engine: Any) -> list[Step]:
+    """Return the steps that settings of this process, or of an actor's config, ask for.
+
+    Raises:
+        ConfigurationError: If one that is promised is not installed.
+    """
+
+    def value_of(setting: str) -> object:
+        if setting == ARITHMETIC:
+            return None if inner_dtype() is None else arithmetic_in_use()
+        return getattr(engine.engine_config, setting, None) if engine.is_actor else None
+
+    return features_asked_for("engine", value_of, PROMISED)
+
+
+def lower_rate_in(engine: Any) -> None:
+    """Have an engine, built already, lower the rate of the updates for which the alarm asks."""
+    for step in features_asked_for("engine", {LOWER_RATE: True}.get, PROMISED):
+        step(engine, engine.module)
+
+
+def steps_of(engine: Any) -> list[Step]:
+    """Return the build of an engine with a config of ours."""
+    if not engine.is_actor:
+        return [*optional_steps(engine), *VERIFIED]
+    return [watch_weights, *optional_steps(engine), keep_adapter, add_shadow, replay_routers, *VERIFIED, send_digests]
+
+
+def watch_weights(engine: Any, module: nn.Module) -> nn.Module:
+    """Count the trained weights on their way to the rollout, before anything rounds them."""
+    grid = Bf16Grid()
+    engine.parts.append(EnginePart(sent=grid.watch, take_metrics=grid.take))
+    return module
+
+
+def keep_adapter(engine: Any, module: nn.Module) -> nn.Module:
+    """Keep the layers of a LoRA adapter, without weights; refuse one that cannot be sent to the rollout."""
+    if engine.sends_weights:
+        model = engine.model_config
+        engine.adapter_layers = adapter_layers(module, bool(model.lora.get("merge")), model.target_modules)
+    return module
+
+
+def add_shadow(engine: Any, module: nn.Module) -> nn.Module:
+    """Have a copy of the engine build a copy of the model, with the shadow's dtype as its compute dtype."""
+    config = engine.engine_config
+    if config.shadow.enabled:
+        name, twin = config.shadow.dtype, copy.copy(engine)
+        mixed_precision = {**config.mixed_precision, "param_dtype": short(name)}
+        twin.engine_config = replace(config, dtype=long(name), mixed_precision=mixed_precision, shadow=ShadowSettings())
+        shadow = copy.deepcopy(module).eval()
+        for parameter in shadow.parameters():  # not the buffers: RoPE's frequencies stay FP32, as in the rollout
+            parameter.data = parameter.data.to(torch_dtype(name))
+        for step in VERIFIED:
+            shadow = step(twin, shadow)
+        # Without gradients from here on: for LoRA, FSDP1 wraps by what has them, and the shadow is wrapped alike.
+        twin.module = shadow.requires_grad_(False)
+        engine.shadow = ShadowModel(twin)
+    return module
+
+
+def replay_routers(engine: Any, module: nn.Module) -> nn.Module:
+    """Have a mixture of experts replay, or compare, the rollout's choices."""
+    if RouterReplay.is_asked(engine.engine_config):
+        engine.replay = RouterReplay(module, engine.engine_config)
+    return module
+
+
+def record_dtypes(engine: Any, module: nn.Module) -> nn.Module:
+    """Record the dtypes of each forward; under FSDP1 the modules have no matrix of their own once they are sharded."""
+    config = engine.engine_config
+    head = compute_head_in_fp32(module) if config.fp32_output_head and not engine.is_critic else None
+    role = "reference" if config.forward_only else "critic" if engine.is_critic else "actor"
+    engine.dtypes = ForwardDtypes(module, role, torch_dtype(config.compute_dtype), exempt=head)
+    return module
+
+
+def shard(engine: Any, module: nn.Module) -> nn.Module:
+    """Have verl shard the model; its scaler, replaced below, would say that it is off without CUDA."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA is not available")
+        return engine.sharded(module)  # type: ignore[no-any-return]
+
+
+def scale_loss(engine: Any, module: nn.Module) -> nn.Module:
+    """Put our scaler in the place of verl's."""
+    config = engine.engine_config
+    if engine.scaler is not None:
+        engine.scaler = None if config.forward_only else LossScaler(config.loss_scale, get_device_name())
+    return module
+
+
+def send_digests(engine: Any, module: nn.Module) -> nn.Module:
+    """Close weight streams by a manifest where the receiver reads it; on a CPU only one that does can load again."""
+    if engine.is_actor and (get_device_name() == "cpu" or engine.engine_config.get("send_weight_manifest")):
+        engine.parts.append(digester())
+    return module
+
+
+def digester() -> EnginePart:
+    """Return what closes weight streams by a manifest, and has the receivers' reports."""
+    reports = ReportBox()
+    return EnginePart(
+        sent=lambda weights: send_with_manifest(weights, reports.new_address()), take_metrics=reports.take_metrics
+    )
+
+
+VERIFIED: list[Step] = [record_dtypes, shard, scale_loss]

@@ -1,0 +1,83 @@
+"""What is known of a weight sync under way: its tensors as they come, what is loaded, what is wrong."""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_precision.weight_sync import manifest
+from verl_precision.weight_sync.manifest import StreamDigest, TensorDigest
+from verl_precision.weight_sync.report import SyncReport
+from verl_precision.weight_sync.verify import LayerRecord
+
+
+@dataclass
+class Sync:
+    """One sync; see the module's docstring."""
+
+    on_cpu: bool
+    peft_config: dict[str, Any] | None  # of a stream that brings a LoRA adapter, and no base weights
+    sent: dict[str, TensorDigest] | None = None  # None: the trainer sends no manifest
+    reply_to: str | None = None
+    received: dict[str, torch.dtype] = field(default_factory=dict)
+    digests: StreamDigest | None = None  # of what was received; None: the trainer announces no manifest
+    parameters: set[str] | None = None  # of the model; None: it is not verified layer by layer
+    records: dict[str, LayerRecord] = field(default_factory=dict)  # of the layers that are
+    loading: str = ""  # what the model was given last
+    loaded: set[str] | None = field(default_factory=set)  # None: the model does not say what it has loaded
+    adapter: dict[str, Tensor] = field(default_factory=dict)  # the tensors of a LoRA adapter
+    buffers: list[tuple[str, Tensor]] = field(default_factory=list)  # on CPU, to be set when the reload has ended
+    problems: list[str] = field(default_factory=list)
+    failure: Exception | None = None  # raised once the sender has been answered, which would otherwise wait for ever
+    report: SyncReport = field(default_factory=SyncReport)
+
+    def take_bucket(self, weights: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Return the tensors of a bucket that are to be loaded; note what they are, and what the manifest says."""
+        tensors = []
+        for name, tensor in weights:
+            if name == manifest.ANNOUNCEMENT_NAME:
+                self.digests = StreamDigest()
+            elif name == manifest.MANIFEST_NAME:
+                self.sent, self.reply_to = manifest.read_manifest(tensor)
+            else:
+                # The layer-wise reload reads tensors after this bucket's memory has been reused.
+                tensors.append((name, tensor.clone() if self.on_cpu else tensor))
+        start = time.perf_counter()
+        for name, tensor in tensors:  # what is loaded below
+            self.received[name] = tensor.dtype
+            if self.digests is not None:
+                self.digests.add(name, tensor)
+        self.loading = f"a tensor from {tensors[0][0]} to {tensors[-1][0]}" if tensors else self.loading
+        self.adapter = dict(tensors) if self.peft_config is not None else self.adapter
+        self.report.seconds += time.perf_counter() - start
+        return tensors
+
+    def collect_loaded(self, model: Any) -> None:
+        """Have the names that `model.load_weights` returns collected, until the attribute is deleted."""
+        load_weights = model.load_weights
+
+        def progress_noted(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                self.loading = name
+                yield name, tensor
+
+        def collecting(weights: Any) -> Any:
+            names = load_weights(progress_noted(weights))
+            self.loaded = None if names is None or self.loaded is None else self.loaded | set(names)
+            return names
+
+        model.load_weights = collecting
+
+    def coverage_problems(self) -> list[str]:
+        """Name the parameters that were not loaded, under their own name or (experts) under that of a layer above."""
+        parameters = self.parameters or set()
+
+        def arrived(name: str) -> bool:
+            *parents, leaf = name.split(".")
+            return any(".".join([*parents[:depth], leaf]) in names for depth in range(len(parents) + 1))
+
+        names = parameters if self.loaded is None else self.loaded
+        return [f"{name}: no tensor of the sync was loaded into it" for name in sorted(parameters) if not arrived(name)]
