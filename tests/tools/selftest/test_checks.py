@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from verl_precision.base.errors import CheckFailedError
-from verl_precision.check.installation import Finding
 from verl_precision.engine.log_probs import log_probs_and_entropy
+from verl_precision.tools.checking.installation import Finding
 from verl_precision.tools.selftest import engine_checks
 from verl_precision.tools.selftest.checks import CHECKS
 from verl_precision.weight_sync import manifest

@@ -15,8 +15,15 @@ from transformers.core_model_loading import revert_weight_conversion
 from verl_precision.base.dtypes import DTYPES, long, torch_dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import new_folder
-from verl_precision.check.checkpoint import INDEX, SLICE_ELEMENTS, STORED, CheckpointReport, audit_tensor, worst_first
 from verl_precision.integration.engine.weight_export import write_export_dtype
+from verl_precision.tools.checking.checkpoint import (
+    INDEX,
+    SLICE_ELEMENTS,
+    STORED,
+    CheckpointReport,
+    audit_tensor,
+    worst_first,
+)
 from verl_precision.tools.export.card import CARD, model_card
 from verl_precision.tools.export.shards import SavedModel
 

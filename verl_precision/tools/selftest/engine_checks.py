@@ -12,10 +12,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from verl_precision.base.errors import require
-from verl_precision.check.installation import findings
 from verl_precision.engine.log_probs import log_probs_and_entropy
 from verl_precision.engine.loss_scaling import LossScaler, local_part
 from verl_precision.engine.settings import LossScaleSettings
+from verl_precision.tools.checking.installation import findings
 from verl_precision.tools.selftest.checks import Figures
 from verl_precision.weight_sync import manifest
 

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from verl_precision.base.errors import EnvironmentMismatchError
 from verl_precision.base.versions import installed_versions
-from verl_precision.check import installation
-from verl_precision.check.show import show_installation
 from verl_precision.integration.cpu.kernels import instruction_sets, kernel_library, linear_paths
+from verl_precision.tools.checking import installation
+from verl_precision.tools.checking.show import show_installation
 
 
 def on_cpu() -> dict[str, installation.Finding]:

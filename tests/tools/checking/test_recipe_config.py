@@ -11,15 +11,15 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from verl_precision.base.dtypes import short
-from verl_precision.check.command import read_command
-from verl_precision.check.dtype_table import dtype_table
 from verl_precision.check.preflight import PreflightCallback
-from verl_precision.check.recipe_config import RecipeReport, check_recipe
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
-from verl_precision.check.show import show_recipe
 from verl_precision.cli import app
 from verl_precision.presets import preset_names
+from verl_precision.tools.checking.command import read_command
+from verl_precision.tools.checking.dtype_table import dtype_table
+from verl_precision.tools.checking.recipe_config import RecipeReport, check_recipe
+from verl_precision.tools.checking.show import show_recipe
 
 RECIPE = "recipes/quickstart/quickstart.yaml"
 TOKENS = "actor_rollout_ref.rollout.max_num_batched_tokens"

@@ -13,22 +13,22 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_precision.base.errors import ConfigurationError, VerlPrecisionError, sentence
 from verl_precision.base.other_engines import fit_to_engine
 from verl_precision.base.versions import require_packages
-from verl_precision.check.command import Command, own_configs, unfound_folders
 from verl_precision.check.composition import in_our_words, read_recipe, require_complete, require_overrides
-from verl_precision.check.dtype_table import Row, dtype_table
 from verl_precision.check.keys import added, keys_of, merged, unread_word
 from verl_precision.check.probe import gpus_here, probe_environment
 from verl_precision.check.rules.gpu_memory import gpu_memory, require_known_gpu
 from verl_precision.check.rules.memory import chosen_scale
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import SEVERITIES, Fault, Severity, as_fault
-from verl_precision.check.training_table import TrainingRow, training_table
 from verl_precision.check.verl_refusals import mistyped
-from verl_precision.check.way_out import WayOut, way_out
 from verl_precision.check.winning_words import REPLACED, WinningWord, added_again, let_presets_win, winning_words
 from verl_precision.integration.trainer.run_identity import name_the_run, run_in
 from verl_precision.integration.trainer.saving import saves
 from verl_precision.presets import preset_groups
+from verl_precision.tools.checking.command import Command, own_configs, unfound_folders
+from verl_precision.tools.checking.dtype_table import Row, dtype_table
+from verl_precision.tools.checking.training_table import TrainingRow, training_table
+from verl_precision.tools.checking.way_out import WayOut, way_out
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from verl_precision.base.errors import describe, subject
 from verl_precision.base.terminal import paragraph, terminal_table
 
 if TYPE_CHECKING:  # some import torch, and the first findings are shown before that
-    from verl_precision.check.activations import ActivationReport
-    from verl_precision.check.checkpoint import CheckpointReport
-    from verl_precision.check.installation import Finding
-    from verl_precision.check.recipe_config import RecipeReport
     from verl_precision.check.rules.rule import Fault
+    from verl_precision.tools.checking.activations import ActivationReport
+    from verl_precision.tools.checking.checkpoint import CheckpointReport
+    from verl_precision.tools.checking.installation import Finding
+    from verl_precision.tools.checking.recipe_config import RecipeReport
 
 WORST = 12
 MARKS = {"error": ("ERROR ", "red"), "warning": ("warn  ", "yellow"), "unchecked": ("not checked ", "cyan")}

@@ -10,8 +10,8 @@ import verl
 from typer.testing import CliRunner
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.check.command import MAIN, mains, read_command
 from verl_precision.cli import app
+from verl_precision.tools.checking.command import MAIN, mains, read_command
 
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 EXPERIMENTAL = "verl.experimental"

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.tiny_model import cached_tiny_model
-from verl_precision.check import checkpoint
-from verl_precision.check.activations import measure_activations
-from verl_precision.check.checkpoint import audit_checkpoint
 from verl_precision.cli import app
+from verl_precision.tools.checking import checkpoint
+from verl_precision.tools.checking.activations import measure_activations
+from verl_precision.tools.checking.checkpoint import audit_checkpoint
 
 runner = CliRunner()
 # A 7B model's largest tensor: vocabulary x hidden; here as one shard of its own.
@@ -103,7 +103,7 @@ def test_memory_is_that_of_a_slice(run_python, tmp_path):
     done = run_python(f"""
 import psutil, torch
 from pathlib import Path
-from verl_precision.check.checkpoint import audit_checkpoint
+from verl_precision.tools.checking.checkpoint import audit_checkpoint
 process, peak = psutil.Process(), []
 before = process.memory_info().rss
 report = audit_checkpoint(Path({str(tmp_path)!r}), lambda done, total: peak.append(process.memory_info().rss))
