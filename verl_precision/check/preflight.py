@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_precision.base.errors import ending_the_process
 from verl_precision.base.other_engines import fit_to_engine
-from verl_precision.check.composition import in_our_words, require_complete, require_overrides
+from verl_precision.check.composition import require_complete, require_overrides, unresolved
 from verl_precision.check.probe import probe_environment
 from verl_precision.check.rules.mains import WITHOUT_PARTS
 from verl_precision.check.rules.memory import GPU_RULES
@@ -62,7 +62,7 @@ class PreflightCallback(Callback):
             if (found := rescue.of_run(config)) is not None:
                 rescue.become(config, found, self._presets)
         except OmegaConfBaseException as error:
-            raise in_our_words(error, "the config") from error
+            raise unresolved(error, "the config") from error
         if measured is not None:
             config.trainer.v1.trainer_mode = measured
 

@@ -160,7 +160,7 @@ def _check_installation(as_json: bool, verbose: bool) -> bool:
 def _check_cluster(address: str, words: list[str], paths: list[Path]) -> bool:
     from verl_precision.tools.checking.cluster import Needs, compare_nodes, look_at_nodes, needs_of
     from verl_precision.tools.checking.command import read_command
-    from verl_precision.tools.checking.recipe_config import compose_recipe
+    from verl_precision.tools.checking.composing import compose_recipe
     from verl_precision.tools.checking.show import show_findings
 
     given = [str(path) for path in paths]

@@ -67,7 +67,7 @@ def explain(
     require_packages("explain", *FIGURES, *ENGINES, "verl")
     if recipe is not None:
         with silence_third_party():
-            from verl_precision.tools.checking.recipe_config import compose_recipe
+            from verl_precision.tools.checking.composing import compose_recipe
             from verl_precision.tools.gap.explain.from_run import explained_by
 
             of_recipe = explained_by(compose_recipe(recipe, overrides or []))

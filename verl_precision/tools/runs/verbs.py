@@ -72,7 +72,7 @@ def compare(
             try:
                 compare_runs(config, runs, chosen, folder, console, bar, parallel)
             except RunFailedError:  # if Hydra refused a run, in our words
-                from verl_precision.tools.checking.recipe_config import compose_recipe
+                from verl_precision.tools.checking.composing import compose_recipe
 
                 with silence_third_party():
                     for run in runs:
