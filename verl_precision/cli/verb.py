@@ -33,8 +33,10 @@ class _Installed(Mapping[str, TyperCommand]):
     """The verbs that are installed with this package: each is imported when it is asked for."""
 
     def __init__(self) -> None:
-        points = metadata.distribution("verl-precision").entry_points.select(group=GROUP)
-        known = {point.name: point for point in points}
+        known: dict[str, metadata.EntryPoint] = {}
+        with suppress(metadata.PackageNotFoundError):
+            points = metadata.distribution("verl-precision").entry_points
+            known = {point.name: point for point in points.select(group=GROUP)}
         self._points = {name: known[name] for name in (*ORDER, *sorted(known.keys() - {*ORDER})) if name in known}
 
     def __getitem__(self, name: str) -> TyperCommand:
@@ -72,6 +74,9 @@ class _Verbs(TyperGroup):
 
     def main(self, *args: Any, **settings: Any) -> Any:
         """Run what was typed; a disk or a stream that refuses it ends it in words."""
+        if not self.commands:
+            say("error: this copy is not installed, or of another version. In a clone: pip install .", errors, "red")
+            sys.exit(1)
         try:
             try:
                 return super().main(*args, **settings)

@@ -20,7 +20,7 @@ from verl_precision.check.rules.rule import SEVERITIES, Fault, Severity, as_faul
 from verl_precision.check.winning_words import REPLACED, WIN, WinningWord, winning_words
 from verl_precision.integration.trainer.run_identity import name_the_run
 from verl_precision.integration.trainer.saving import saves
-from verl_precision.tools.checking.command import Command, unfound_folders
+from verl_precision.tools.checking.command import Command
 from verl_precision.tools.checking.composing import compose_recipe, composer
 from verl_precision.tools.checking.dtype_table import Row, dtype_table
 from verl_precision.tools.checking.training_table import TrainingRow, training_table
@@ -135,7 +135,7 @@ def check_recipe(path: Path, overrides: Sequence[str], meant: Meant = HERE, type
         environment = probe_environment(config, gpus, why_elsewhere(config, meant, here), meant.model_config)
         faults = find_faults(config, environment, this_machine=False)
         faults += [as_fault(note, "not-carried-over", "warning") for note in not_carried_over]
-        faults = merged(faults, [*unfound_folders(path, overrides), *added(config, overrides)])
+        faults = merged(faults, added(config, overrides))
         folder = config.trainer.default_local_dir if saves(config) else None
         replaced = OmegaConf.to_container(OmegaConf.select(config, REPLACED, default=OmegaConf.create([])))
         words = winning_words(config)
