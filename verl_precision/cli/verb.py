@@ -56,7 +56,7 @@ class _Installed(Mapping[str, TyperCommand]):
 class _Verbs(TyperGroup):
     """All verbs. Their --help is off rather than unset: of an option that is unset Typer asks pydantic, for 0.1 s."""
 
-    commands: _Installed
+    commands: _Installed  # type: ignore[assignment]
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
