@@ -112,7 +112,7 @@ def in_our_words(error: Exception, path: Path | str) -> ConfigurationError:
         return ConfigurationError(problem, allowed="KEY=VALUE, +KEY=VALUE or ~KEY", remedy=remedy)
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return unresolved(error, path)
-    what = "does not compose" if isinstance(error, HydraException) else "cannot be read"
+    what = "cannot be read" if isinstance(error, OSError | UnicodeDecodeError) else "does not compose"
     return ConfigurationError(f"{path}: {what}. {said}")
 
 
