@@ -156,7 +156,7 @@ class Verb:
     def command(self, name: str) -> TyperCommand:
         """Return it for Typer: one of our errors ends it with exit code 1, a signal with 128 and its number."""
         own = [each for each in inspect.signature(self.function).parameters.values() if each.name != "given"]
-        fields = self._fields_of_job()
+        fields = _fields_of(self.job) if self.job else []
 
         def run(context: Context, **values: Any) -> None:
             from verl_precision.base.versions import require_packages
@@ -185,12 +185,11 @@ class Verb:
         alone.command(name, help="\n\n".join(self.paragraphs), **self.settings)(run)
         return get_command(alone)  # type: ignore[return-value]
 
-    def _fields_of_job(self) -> list[inspect.Parameter]:
-        if not self.job:
-            return []
-        from verl_precision.base.options import parameters_of
 
-        return parameters_of(pkgutil.resolve_name(self.job))
+def _fields_of(job: str) -> list[inspect.Parameter]:
+    from verl_precision.base.options import parameters_of
+
+    return parameters_of(pkgutil.resolve_name(job))
 
 
 def verb(job: str = "", needs: Sequence[str] = (), **settings: Any) -> Callable[[Callable[..., None]], Verb]:
