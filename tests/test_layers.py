@@ -33,7 +33,7 @@ ROOMS = (*PLUGIN, *(f"tools.{room}" for room in TOOLS), "tools")
 # Rooms and modules that import verl or vLLM.
 RIM = (
     *("integration", "check.loss_trial", "check.preflight", "check.probe", "check.verl_refusals"),
-    *("tools.checking.recipe_config", "tools.arithmetic.trainer_model", "tools.arithmetic.vllm_operations"),
+    *("tools.checking.composing", "tools.arithmetic.trainer_model", "tools.arithmetic.vllm_operations"),
     *("tools.arithmetic.vllm_experts", "tools.actions.learning_rate", "tools.actions.rescue"),
     *("tools.engines.fsdp_scorer", "tools.engines.vllm_sampler", "tools.jobs.reward", "tools.selftest.selftest_engine"),
 )
