@@ -98,6 +98,22 @@ setup(
         "verl_precision.rollout": [
             "arithmetic = verl_precision.tools.arithmetic.vllm_operations:register_operations",
         ],
+        "verl_precision.verbs": [
+            "check = verl_precision.tools.checking.verbs:check",
+            "compare = verl_precision.tools.runs.verbs:compare",
+            "data = verl_precision.tools.data.verbs:data",
+            "evaluate = verl_precision.tools.evaluate.verbs:evaluate",
+            "explain = verl_precision.tools.gap.verbs:explain",
+            "export = verl_precision.tools.export.verbs:export",
+            "mismatch = verl_precision.tools.gap.verbs:mismatch",
+            "patch = verl_precision.tools.patching.verbs:patch",
+            "recipes = verl_precision.tools.runs.verbs:recipes",
+            "report = verl_precision.tools.runs.verbs:report",
+            "sanity-set = verl_precision.tools.sanity_set.verbs:sanity_set",
+            "selftest = verl_precision.tools.selftest.verbs:selftest",
+            "tiny-model = verl_precision.tools.data.verbs:tiny_model",
+            "watch = verl_precision.tools.runs.verbs:watch",
+        ],
     },
     classifiers=[
         "Development Status :: 4 - Beta",

@@ -28,8 +28,8 @@ from typer.testing import CliRunner
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import verl_precision.presets
-from verl_precision.check import recipe_config
 from verl_precision.cli import app
+from verl_precision.tools.checking import recipe_config
 
 WORDS = {"precision": "fp16", "estimator": "pg_seq_is"}
 WAYS = {

@@ -15,13 +15,25 @@ PACKAGE = Path(__file__).resolve().parents[1] / "verl_precision"
 # From the bottom up. A room imports rooms that stand before it, and itself: the plugin never imports its tools.
 PLUGIN = ("base", "presets", "losses", "weight_sync", "engine", "mismatch", "integration", "check", "plugin", "cli")
 # What most runs never switch on, which enters a run by entry points; then what a person starts.
-TOOLS = ["arithmetic", "actions", "kept_tokens", "rewards", "patching", "show", "export", "runs", "selftest", "engines"]
+TOOLS = [
+    "arithmetic",
+    "actions",
+    "kept_tokens",
+    "rewards",
+    "patching",
+    "checking",
+    "show",
+    "export",
+    "runs",
+    "selftest",
+    "engines",
+]
 TOOLS += ["jobs", "data", "evaluate", "gap.pairs", "gap.explain", "gap", "sanity_set"]
 ROOMS = (*PLUGIN, *(f"tools.{room}" for room in TOOLS), "tools")
 # Rooms and modules that import verl or vLLM.
 RIM = (
-    *("integration", "check.loss_trial", "check.preflight", "check.probe", "check.recipe_config"),
-    *("check.verl_refusals", "tools.arithmetic.trainer_model", "tools.arithmetic.vllm_operations"),
+    *("integration", "check.loss_trial", "check.preflight", "check.probe", "check.verl_refusals"),
+    *("tools.checking.composing", "tools.arithmetic.trainer_model", "tools.arithmetic.vllm_operations"),
     *("tools.arithmetic.vllm_experts", "tools.actions.learning_rate", "tools.actions.rescue"),
     *("tools.engines.fsdp_scorer", "tools.engines.vllm_sampler", "tools.jobs.problems", "tools.selftest.engine_checks"),
     "tools.selftest.single_rank",

@@ -7,8 +7,8 @@ from pathlib import Path
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_precision.base.errors import VerlPrecisionError
-from verl_precision.check.recipe_config import compose_recipe
 from verl_precision.integration.trainer.run_identity import name_the_run
+from verl_precision.tools.checking.composing import compose_recipe
 
 
 def address_towards(host: str) -> str:

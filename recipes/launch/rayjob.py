@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from verl_precision.base.owner import JOB_ID
-from verl_precision.check.recipe_config import compose_recipe
+from verl_precision.tools.checking.composing import compose_recipe
 
 MANIFEST = Path(__file__).parent / "rayjob.yaml"
 

@@ -56,36 +56,21 @@ def collected(tmp_path_factory):
     return {line["source"].rpartition("/")[2]: line["words"] for line in lines}, said.stderr, outside
 
 
-def test_quotes_and_newlines_stay(collected):
+MAIN = "verl.trainer.main_ppo"
+
+
+def test_a_scripts_command_is_its_words_whatever_stands_around_it(collected):
+    commands, said, outside = collected
     files = "data.train_files=['/home/user/a b.parquet', 'c.parquet']"
-    main = ["python3", "-m", "verl.trainer.main_ppo"]
-    assert collected[0]["quotes.sh"] == [*main, files, "trainer.experiment_name=two\nlines"]
-
-
-def test_a_job_is_its_command(collected):
-    assert collected[0]["ray_job.sh"][:3] == ["ray", "job", "submit"]
-    assert collected[0]["ray_job.sh"][-4:] == ["python3", "-m", "verl.trainer.main_ppo", "trainer.nnodes=2"]
-
-
-def test_nothing_is_removed_or_written_elsewhere(collected):
-    commands, _, outside = collected
-    assert [(path.name, path.read_text()) for path in outside.iterdir()] == [("file", "kept")]
-    assert commands["removes.sh"] == ["python", "-u", "-m", "verl.trainer.main_ppo", "trainer.nnodes=1"]
-
-
-def test_a_script_that_hangs_is_ended(collected):
-    commands, said, _ = collected
+    assert commands["quotes.sh"] == ["python3", "-m", MAIN, files, "trainer.experiment_name=two\nlines"]
+    assert commands["ray_job.sh"][:3] == ["ray", "job", "submit"]
+    assert commands["ray_job.sh"][-4:] == ["python3", "-m", MAIN, "trainer.nnodes=2"]
+    assert commands["removes.sh"] == ["python", "-u", "-m", MAIN, "trainer.nnodes=1"]
+    assert [(path.name, path.read_text()) for path in outside.iterdir()] == [("file", "kept")], "nothing was removed"
     assert commands["hangs.sh"][-1] == "trainer.nnodes=3" and "hangs.sh: ended after 2 s" in said
-
-
-def test_scripts_without_a_command_are_named(collected):
-    commands, said, _ = collected
+    assert commands["asks.sh"][-1] == "actor_rollout_ref.model.path=/data/model"
     assert "Scripts without one: 1\n  house v1 examples/fails.sh" in said and "fails.sh" not in commands
     assert "other.sh" not in said, "it names no main"
-
-
-def test_a_variable_is_given_to_those_that_ask(collected):
-    assert collected[0]["asks.sh"][-1] == "actor_rollout_ref.model.path=/data/model"
 
 
 def test_the_judge_names_what_the_check_does_not(monkeypatch):

@@ -275,7 +275,7 @@ def test_whatever_a_hook_calls_may_raise_and_the_start_ends(rescued, capsys, mon
         raise KeyError("planted")
 
     monkeypatch.setattr(place, name, planted)
-    if name == "in_our_words":
+    if name == "unresolved":
         monkeypatch.setattr(driver, "measured_mode", MagicMock(side_effect=ConfigValueError("for which it is called")))
     before = ["on_run_start", "on_job_start"][: list(HOOKS).index(hook)]
     with pytest.raises(SystemExit) as ended:

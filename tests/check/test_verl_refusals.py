@@ -38,14 +38,12 @@ def composed(words: str):
     (f"{REFERENCE}.strategy=none", "ref.fsdp_config.strategy"),
     ("skip.rollout.action=never", "skip.rollout.action"),
     ("actor_rollout_ref.actor.profiler.tool_config.npu.level=high", "actor.profiler.tool_config.npu.level"),
-    # the key is right in another block, which is asked about and not blamed
+    # the key is right in another block, which is not blamed
     ("+actor_rollout_ref.actor.policy_loss.tau_pos=1.0", "actor.policy_loss.tau_pos"),
 ])  # fmt: skip
 def test_verl_refuses_a_block_that_is_enabled(words, setting):
     (error,) = refusals(composed(words))
     assert error.setting.endswith(setting)
-    if setting.endswith("tau_pos"):
-        assert error.remedy == "Did you mean actor_rollout_ref.actor.tau_pos?"
 
 
 @pytest.mark.parametrize("words", [

@@ -9,14 +9,14 @@ from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from verl_precision.check.preflight import PreflightCallback
-from verl_precision.check.recipe_config import check_recipe
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
-from verl_precision.check.training_table import training_table
 from verl_precision.check.winning_words import let_presets_win, winning_words
 from verl_precision.cli import app
 from verl_precision.integration.trainer.run_identity import RUN_FILE
 from verl_precision.presets import PRESETS_DIR, preset_groups, preset_names
+from verl_precision.tools.checking.recipe_config import check_recipe
+from verl_precision.tools.checking.training_table import training_table
 
 ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 BASE = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.n=8")

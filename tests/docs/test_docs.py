@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from verl_precision.check.command import read_command
 from verl_precision.cli import app
 from verl_precision.presets import preset_names
+from verl_precision.tools.checking.command import read_command
 from verl_precision.tools.data.catalog import NAMES, TEMPLATES
 from verl_precision.tools.selftest.session import CHECKS
 

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl_precision.check.recipe_config import check_recipe
+from verl_precision.tools.checking.recipe_config import check_recipe
 from verl_precision.tools.jobs.problems import read_data_set
 
 RECIPE = ROOT / "recipes/sanity_arithmetic/sanity_arithmetic.yaml"

@@ -50,10 +50,11 @@ def described(config: DictConfig, owner: str = "actor_rollout_ref", given: Path 
     """
     if given is not None:
         return Described(read_config(given, "--model-config"))
-    return _found(str(config[owner].model.path), f"{owner}.model.path")
+    return model_named(str(config[owner].model.path), f"{owner}.model.path")
 
 
-def _found(name: str, setting: str) -> Described:
+def model_named(name: str, setting: str) -> Described:
+    """Return what is known of a model that a setting names by its path or name."""
     folder = os.path.expanduser(name)
     if os.access(os.path.join(folder, "config.json"), os.R_OK):
         return Described(read_config(Path(folder), setting))
@@ -62,14 +63,14 @@ def _found(name: str, setting: str) -> Described:
     return by_name(name)
 
 
-def content_of(name: str, setting: str) -> Mapping[str, Any]:
-    """Return what is known of the `config.json` of a model that a setting names by its path or name."""
-    return _found(name, setting).content
-
-
-def model_config(config: DictConfig, owner: str = "actor_rollout_ref", given: Path | None = None) -> Mapping[str, Any]:
+def model_config(config: DictConfig, owner: str = "actor_rollout_ref") -> Mapping[str, Any]:
     """Return what is known of the content of a model's `config.json`."""
-    return described(config, owner, given).content
+    return described(config, owner).content
+
+
+def is_folder(name: object) -> bool:
+    """Return whether a path is one of a folder here; pathlib raises where it is too long for one."""
+    return os.path.isdir(os.path.expanduser(str(name)))
 
 
 def _cached(name: str) -> Path | None:

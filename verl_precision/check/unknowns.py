@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import engines
-from verl_precision.check.models import Described
+from verl_precision.check.models import Described, is_folder
 from verl_precision.check.rules.files import REWARD, named_files
 from verl_precision.check.rules.memory import beyond_arithmetic, gpu_bytes
 from verl_precision.check.rules.rule import Environment, Machine, Unknown
@@ -42,7 +42,7 @@ def unknown_things(config: DictConfig, found: Environment, known: Described) -> 
 
 def _of_model(config: DictConfig, found: Environment, known: Described) -> Iterator[Unknown]:
     path = str(config.actor_rollout_ref.model.path)
-    files, is_here = frozenset({"tokenizer_problem"}), os.path.isdir(os.path.expanduser(path))
+    files, is_here = frozenset({"tokenizer_problem"}), is_folder(path)
     if not known.content:
         fields = files | {"model", "shape", *OF_MODEL}
         cache = f"; `hf download {path} config.json` puts it into the hub's cache" if HUB_NAME.match(path) else ""
@@ -70,7 +70,7 @@ def _absent(path: str) -> str:
     """Return where a model's config.json is not."""
     if HUB_NAME.match(path):
         return "not in this machine's cache of the hub"
-    return "not in that folder" if os.path.isdir(os.path.expanduser(path)) else "not here: there is no such folder"
+    return "not in that folder" if is_folder(path) else "not here: there is no such folder"
 
 
 def _of_other_models(config: DictConfig, found: Environment) -> Iterator[Unknown]:

@@ -214,13 +214,7 @@ def _typed(config: DictConfig) -> Iterator[ConfigurationError]:
             if isinstance(cause, ConfigurationError):  # a class of this package, whose bounds a rule asks too
                 continue
             setting, value = _at_fault(config, block, error)
-            refused = _refused(cause, setting, value)
-            if isinstance(cause, TypeError) and "unexpected keyword" in str(cause):
-                root, key = setting.partition(".")[0], setting.rpartition(".")[2]
-                every = (path for path, _ in _leaves(root, config[root]))
-                others = [path for path in every if path.endswith(f".{key}") and path != setting]
-                refused.remedy = f"Did you mean {' or '.join(others)}?" if others else "Leave it out."
-            yield refused
+            yield _refused(cause, setting, value)
             return
 
 

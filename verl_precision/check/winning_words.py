@@ -6,19 +6,15 @@ public scripts do, therefore leaves little of `estimator=pg_seq_is`, and Hydra s
 
 import copy
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import short
-from verl_precision.base.errors import ConfigurationError
 from verl_precision.check.who_decides import WINNING, Origin, decisions, words_of
 from verl_precision.integration.ledger import require_feature
-from verl_precision.presets import preset_groups
 
 WIN = "presets.win"  # True: presets win. False: words win on purpose. Absent: words win, and that is a finding
 REPLACED = "presets.replaced"
@@ -74,8 +70,8 @@ def winning_words(config: DictConfig) -> list[WinningWord]:
             trial = copy.deepcopy(config) if trial is None else trial
             _put(trial, setting, wanted)
             wanted = _plain(OmegaConf.select(trial, setting))
-        if not _is_same(setting, value, wanted):
-            option = not GUARD.search(setting) and _is_option(setting, origin)
+        if not is_same(setting, value, wanted):
+            option = not GUARD.search(setting) and is_option(setting, origin)
             found.append(WinningWord(about[1], setting, value, origin.who, wanted, origin.value, option))
     return found
 
@@ -89,7 +85,8 @@ def with_presets_winning(config: DictConfig) -> DictConfig:
     return changed
 
 
-def _is_option(setting: str, origin: Origin) -> bool:
+def is_option(setting: str, origin: Origin) -> bool:
+    """Return whether a preset merely offers a value for a setting."""
     return (origin.offered and origin.group != "scale") or bool(_OPTIONS.search(setting))
 
 
@@ -116,7 +113,8 @@ def _plain(value: Any) -> Any:
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
-def _is_same(setting: str, one: Any, other: Any) -> bool:
+def is_same(setting: str, one: Any, other: Any) -> bool:
+    """Return whether two values of a setting are one to verl."""
     if setting.endswith("dtype") and isinstance(one, str) and isinstance(other, str):
         return short(one) == short(other)
     off = (one is None or one is False) and (other is None or other is False)
@@ -140,28 +138,3 @@ def let_presets_win(config: DictConfig) -> list[WinningWord]:
             for each in replaced
         ]
     return replaced
-
-
-def added_again(
-    overrides: Sequence[str], composed: Callable[[Sequence[str]], DictConfig]
-) -> tuple[ConfigurationError, set[str]] | None:
-    """Return the answer to words that add (`+`) what a chosen preset has already, and the words, where there are some.
-
-    Hydra composes no such config: `presets=win` cannot help either. `composed` is called with the presets alone.
-    """
-    groups = [word for word in overrides if word.lstrip("+").partition("=")[0] in preset_groups()]
-    config = composed(groups)
-    means = lambda setting, origin: origin.group not in ("", "scale") and not _is_option(setting, origin)  # noqa: E731
-    origins = {setting: origin for setting, origin in decisions(config).origins.items() if means(setting, origin)}
-    added = [word for word in overrides if re.match(r"\+[^+]", word)]
-    pairs = {word: (word[1:].partition("=")[0], yaml.safe_load(word.partition("=")[2])) for word in added}
-    again = {w: p for w, p in pairs.items() if p[0] in origins and OmegaConf.select(config, p[0]) is not None}
-    if not again:
-        return None
-    different = [pair for pair in again.values() if not _is_same(*pair, origins[pair[0]].value)]
-    key, value = (different or [*again.values()])[0]
-    preset, wanted = origins[key].who, origins[key].value
-    problem = f"{preset} has it already, as {wanted}, and + adds only what is not there"
-    remedy = f"Leave out {' '.join(again)}: presets say it. Or leave out {preset}, if that is not what you want."
-    allowed = f"{wanted}, the preset's"
-    return ConfigurationError(problem, setting=key, value=value, allowed=allowed, remedy=remedy), set(again)

@@ -1,7 +1,6 @@
 """The base of every verb: the command, its two consoles, quiet libraries, the one handler of errors and Ctrl-C."""
 
 import errno
-import functools
 import inspect
 import logging
 import os
@@ -9,8 +8,10 @@ import pkgutil
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import metadata
 from typing import Annotated, Any
 
 from rich.console import Console
@@ -19,13 +20,52 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from verl_precision import __version__
-from verl_precision.base.errors import VerlPrecisionError, sentence
+from verl_precision.base.errors import VerlPrecisionError, after_ctrl_c, sentence
 from verl_precision.base.signals import ended_by_signals
 from verl_precision.base.terminal import paragraph
+
+GROUP = "verl_precision.verbs"  # of entry points
+_FIRST = ("check", "selftest", "compare", "report", "watch", "mismatch", "explain", "evaluate", "sanity-set", "export")
+ORDER = (*_FIRST, "data", "patch", "recipes", "tiny-model")  # of --help; another verb follows
+
+
+class _Installed(Mapping[str, TyperCommand]):
+    """The verbs that are installed with this package: each is imported when it is asked for."""
+
+    def __init__(self) -> None:
+        known: dict[str, metadata.EntryPoint] = {}
+        with suppress(metadata.PackageNotFoundError):
+            points = metadata.distribution("verl-precision").entry_points
+            known = {point.name: point for point in points.select(group=GROUP)}
+        self._points = {name: known[name] for name in (*ORDER, *sorted(known.keys() - {*ORDER})) if name in known}
+
+    def __getitem__(self, name: str) -> TyperCommand:
+        return self.verb(name).command(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._points)
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def verb(self, name: str) -> "Verb":
+        """Return a verb without its options."""
+        return self._points[name].load()
 
 
 class _Verbs(TyperGroup):
     """All verbs. Their --help is off rather than unset: of an option that is unset Typer asks pydantic, for 0.1 s."""
+
+    commands: _Installed  # type: ignore[assignment]
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.commands = _Installed()
+
+    def format_commands(self, context: Any, formatter: Any) -> None:
+        """Write each verb's first line; its options may take long to import."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self.commands.verb(name).paragraphs[0]) for name in self.commands])
 
     def get_help_option(self, *args: Any) -> Any:
         if (option := super().get_help_option(*args)) is not None:
@@ -34,6 +74,9 @@ class _Verbs(TyperGroup):
 
     def main(self, *args: Any, **settings: Any) -> Any:
         """Run what was typed; a disk or a stream that refuses it ends it in words."""
+        if not self.commands:
+            say("error: this copy is not installed, or of another version. In a clone: pip install .", errors, "red")
+            sys.exit(1)
         try:
             try:
                 return super().main(*args, **settings)
@@ -96,47 +139,36 @@ def silence_third_party() -> Iterator[None]:
             os.environ.pop(_PROGRESS_BARS, None)
 
 
-def verb(
-    name: str, job: str = "", needs: Sequence[str] = (), **settings: Any
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function a verb: one of our errors ends it with exit code 1, a signal with 128 and its number.
+@dataclass(frozen=True)
+class Verb:
+    """What a user types by its name, which is that of its entry point."""
 
-    Args:
-        name: Name of the verb.
-        job: Class whose fields are options, too, as `module:name`; the function gets those that are given as `given`.
-            It is imported when this verb is asked for, so that the help of others does not wait for it.
-        needs: Packages that it imports at some time, and that may be missing: said before any work.
-        settings: Settings of typer's command.
-    """
+    function: Callable[..., None]  # its docstring is the help, its parameters are the options
+    job: str
+    needs: Sequence[str]
+    settings: dict[str, Any]
 
-    def register(function: Callable[..., None]) -> Callable[..., None]:
-        # Typer would keep the line breaks inside a paragraph.
-        paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
-        first, *others = (" ".join(each.split()) for each in paragraphs)
-        own = [each for each in inspect.signature(function).parameters.values() if each.name != "given"]
-        context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Context)
+    @property
+    def paragraphs(self) -> list[str]:
+        """The docstring for --help: Typer would keep the line breaks inside a paragraph."""
+        return [" ".join(each.split()) for each in inspect.cleandoc(self.function.__doc__ or "").split("\n\n")]
 
-        @functools.cache
-        def options() -> list[inspect.Parameter]:
-            if not job:
-                return []
-            from verl_precision.base.options import parameters_of
-
-            return parameters_of(pkgutil.resolve_name(job))
+    def command(self, name: str) -> TyperCommand:
+        """Return it for Typer: one of our errors ends it with exit code 1, a signal with 128 and its number."""
+        own = [each for each in inspect.signature(self.function).parameters.values() if each.name != "given"]
+        fields = _fields_of(self.job) if self.job else []
 
         def run(context: Context, **values: Any) -> None:
             from verl_precision.base.versions import require_packages
 
-            if job:
-                typed = {
-                    name for name in values if str(context.get_parameter_source(name)) == "ParameterSource.COMMANDLINE"
-                }
-                given = {each.name: values.pop(each.name) for each in options()}
-                values["given"] = {name: value for name, value in given.items() if name in typed}
+            if self.job:
+                typed = {each for each in values if str(context.get_parameter_source(each)).endswith("COMMANDLINE")}
+                given = {each.name: values.pop(each.name) for each in fields}
+                values["given"] = {field: value for field, value in given.items() if field in typed}
             with ended_by_signals(process_ends=True) as heard:
                 try:
-                    require_packages(name, *needs)
-                    function(**values)
+                    require_packages(name, *self.needs)
+                    self.function(**values)
                 except VerlPrecisionError as error:
                     say(f"error: {error}", errors, "red")
                     raise Exit(1) from None
@@ -145,32 +177,37 @@ def verb(
                         say(f"interrupted; {interrupt}" if str(interrupt) else "interrupted", errors)
                     raise Exit(128 + (heard or [signal.SIGINT])[0]) from None
 
-        def add(to: Typer, parameters: Sequence[inspect.Parameter], **more: Any) -> None:
-            known = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
-            run.__signature__ = inspect.Signature([context, *known])  # type: ignore[attr-defined]
-            to.command(name, help="\n\n".join((first, *others)), short_help=first, **settings, **more)(run)  # not cut
-
-        def whole() -> TyperCommand:
-            alone = Typer(add_completion=False, **_LOOK)  # type: ignore[arg-type]
-            add(alone, (*own, *options()))
-            return get_command(alone)  # type: ignore[return-value]
-
+        context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Context)
+        options = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *fields)]
+        run.__signature__ = inspect.Signature([context, *options])  # type: ignore[attr-defined]
         run.__annotations__ = {}  # Typer reads the signature
-        add(app, [] if job else own, cls=_completed_by(whole) if job else None)
-        return function
+        alone = Typer(add_completion=False, **_LOOK)  # type: ignore[arg-type]
+        alone.command(name, help="\n\n".join(self.paragraphs), **self.settings)(run)
+        return get_command(alone)  # type: ignore[return-value]
 
-    return register
+
+def _fields_of(job: str) -> list[inspect.Parameter]:
+    from verl_precision.base.options import parameters_of
+
+    return parameters_of(pkgutil.resolve_name(job))
 
 
-def _completed_by(make: Callable[[], TyperCommand]) -> type[TyperCommand]:
-    """Return a class of commands whose parameters and function are made when somebody asks for them."""
-    whole = functools.cache(make)
+def verb(job: str = "", needs: Sequence[str] = (), **settings: Any) -> Callable[[Callable[..., None]], Verb]:
+    """Make a function a verb; its entry point in setup.py, group verl_precision.verbs, gives it a name.
 
-    class Later(TyperCommand):
-        params = property(lambda self: whole().params, lambda self, params: None)  # type: ignore[assignment]
-        callback = property(lambda self: whole().callback, lambda self, callback: None)  # type: ignore[assignment]
+    Args:
+        job: Class whose fields are options, too, as `module:name`; the function gets those that are given as `given`.
+            It is imported when this verb is asked for, so that the help of others does not wait for it.
+        needs: Packages that it imports at some time, and that may be missing: said before any work.
+        settings: Settings of typer's command.
+    """
+    return lambda function: Verb(function, job, needs, settings)
 
-    return Later
+
+def run_job(job: Any, session: Callable[[Any, Console], object]) -> None:
+    """Run a job with a folder, in which it is continued."""
+    with after_ctrl_c(f"every process has ended. What is done is in {job.folder}; the same command continues"):
+        session(job, console)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,5 +1,6 @@
-"""What a person starts: one room for each verb of the command line, and the three that they share.
+"""What a person starts: one room for each verb of the command line, with its `verbs.py`, and those that they share.
 
+checking    check: a recipe, a command, a checkpoint, an installation, a cluster
 runs        compare, report: whole runs of verl, followed and shown
 gap         mismatch, explain: how far two engines are apart, and why
 evaluate    evaluate: how often a model solves the problems of a data set

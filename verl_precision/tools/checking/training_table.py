@@ -1,13 +1,13 @@
 """What a run trains, row by row, and who decides it: a preset, a word of the command, a recipe, or verl's default."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.check.who_decides import decisions
-from verl_precision.check.winning_words import shown, winning_words
+from verl_precision.check.winning_words import WinningWord, shown
 from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
 from verl_precision.losses.settings import NORM_MODE
 
@@ -24,9 +24,9 @@ class TrainingRow:
     source: str
 
 
-def training_table(config: DictConfig) -> list[TrainingRow]:
-    """Return the rows of a composed config with Hydra's own node."""
-    said, won = decisions(config), {each.setting: each for each in winning_words(config)}
+def training_table(config: DictConfig, words: Sequence[WinningWord] = ()) -> list[TrainingRow]:
+    """Return the rows of a composed config with Hydra's own node; `words` of its command win over presets."""
+    said, won = decisions(config), {each.setting: each for each in words}
 
     def who(setting: str) -> str:
         origin, word = said.origins.get(setting), said.word_about(setting)

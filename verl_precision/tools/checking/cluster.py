@@ -19,8 +19,8 @@ from omegaconf import DictConfig
 
 from verl_precision.base.errors import EnvironmentMismatchError
 from verl_precision.base.versions import installed_versions
-from verl_precision.check.installation import PLUGIN, Finding
 from verl_precision.check.rules.files import named_files
+from verl_precision.tools.checking.installation import PLUGIN, Finding
 
 ANSWER_SECONDS = 300  # A node imports verl (and with it torch) for the first time, perhaps from a network file system.
 

@@ -8,17 +8,14 @@ import ast
 import re
 import shlex
 from argparse import ArgumentError, ArgumentParser
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from omegaconf import OmegaConf
-
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import table_of
 from verl_precision.base.versions import installed_version, require_packages
-from verl_precision.check.rules.rule import Fault
 
 MAIN = "verl.trainer.main_ppo"
 _RUNNER = re.compile(r"(^|/)(python[\d.]*|bash|sh|torchrun|accelerate|deepspeed|ray|srun|mpirun)$|\.(sh|py)$")
@@ -175,19 +172,6 @@ def mains() -> list[str]:
 def own_configs() -> list[str]:
     """Return the folders of the configs that mains of verl's have beside `verl.trainer.config`."""
     return [str(folder) for folder in sorted(_verl().glob("experimental/*/config"))]
-
-
-def unfound_folders(path: Path, overrides: Sequence[str]) -> Iterator[Fault]:
-    """Yield a fault for each folder, relative to where a run starts, in which a config looks for its parts in vain."""
-    searched = OmegaConf.select(OmegaConf.load(path), "hydra.searchpath") or []
-    if any(word.lstrip("+").startswith("hydra.searchpath=") for word in overrides):
-        return
-    for folder in (each.removeprefix("file://") for each in searched if each.startswith("file://")):
-        if not Path(folder).is_dir():
-            problem = f"{path.name} looks for its parts there, and there is no such folder below {Path.cwd()}"
-            remedy = 'Start it in a checkout of verl, or add "hydra.searchpath=[pkg://verl.trainer.config]".'
-            value, name = f"file://{folder}", "parts-not-found"
-            yield Fault("hydra.searchpath", problem, "", remedy, value=value, severity="warning", name=name)
 
 
 def _file_of(module: str) -> Path | None:

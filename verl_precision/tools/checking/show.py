@@ -15,11 +15,11 @@ from verl_precision.base.errors import describe, subject
 from verl_precision.base.terminal import paragraph, terminal_table
 
 if TYPE_CHECKING:  # some import torch, and the first findings are shown before that
-    from verl_precision.check.activations import ActivationReport
-    from verl_precision.check.checkpoint import CheckpointReport
-    from verl_precision.check.installation import Finding
-    from verl_precision.check.recipe_config import RecipeReport
     from verl_precision.check.rules.rule import Fault
+    from verl_precision.tools.checking.activations import ActivationReport
+    from verl_precision.tools.checking.checkpoint import CheckpointReport
+    from verl_precision.tools.checking.installation import Finding
+    from verl_precision.tools.checking.recipe_config import RecipeReport
 
 WORST = 12
 MARKS = {"error": ("ERROR ", "red"), "warning": ("warn  ", "yellow"), "unchecked": ("not checked ", "cyan")}
@@ -83,20 +83,20 @@ def _rest(count: int, what: str, console: Console) -> None:
         console.print(f"the {WORST} worst of {count} {what}; --json has all", highlight=False)
 
 
-def show_installation(findings: Iterable[Finding], console: Console, every: bool) -> list[Finding]:
+def show_installation(findings: Iterable[Finding], console: Console) -> list[Finding]:
     """Print one line a group as soon as all of it is known, each problem in full, and the verdict; return the findings.
 
-    With `every`, each finding has its line, at once: importing the host to look at it takes seconds.
+    Importing the host to look at it takes seconds.
     """
     found = []
     for group, members in groupby(findings, key=lambda finding: finding.group):
         known = []
         for finding in members:
             known.append(finding)
-            if every or finding.warning or not finding.ok:
+            if finding.warning or not finding.ok:
                 show_findings([finding], console)
-        if not every and all(finding.ok and not finding.warning for finding in known):
-            rest = f" (and {len(known) - 1} more; -v shows all)" if len(known) > 1 else ""
+        if all(finding.ok and not finding.warning for finding in known):
+            rest = f" (and {len(known) - 1} more; --json has all)" if len(known) > 1 else ""
             show_findings([replace(known[0], what=group, detail=f"{known[0].detail}{rest}")], console)
         found += known
     wrong = sum(not finding.ok for finding in found)

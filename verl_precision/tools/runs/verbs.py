@@ -1,5 +1,6 @@
-"""The verbs `compare`, `report` and `watch`: make runs, and look at them."""
+"""The verbs `compare`, `report`, `watch` and `recipes`: make runs, and look at them."""
 
+import shlex
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from verl_precision.cli.verb import FIGURES, console, errors, say, silence_third
 _LARGE = 20_000_000  # bytes of a file that takes seconds to read
 
 
-@verb("compare", needs=(*FIGURES, "verl", "ray"), context_settings={"ignore_unknown_options": True})
+@verb(needs=(*FIGURES, "verl", "ray"), context_settings={"ignore_unknown_options": True})
 def compare(
     config: Annotated[Path, Argument(help="A recipe's YAML, e.g. recipes/quickstart/quickstart.yaml.")],
     overrides: Annotated[
@@ -71,7 +72,7 @@ def compare(
             try:
                 compare_runs(config, runs, chosen, folder, console, bar, parallel)
             except RunFailedError:  # if Hydra refused a run, in our words
-                from verl_precision.check.recipe_config import compose_recipe
+                from verl_precision.tools.checking.composing import compose_recipe
 
                 with silence_third_party():
                     for run in runs:
@@ -79,7 +80,7 @@ def compare(
                 raise
 
 
-@verb("report", needs=("jinja2",))
+@verb(needs=("jinja2",))
 def report(
     runs: Annotated[
         list[Path],
@@ -137,7 +138,7 @@ def _expected_curves(expected: Path | None, estimator: str | None) -> list[Any]:
     return read_expected(expected, estimator)
 
 
-@verb("watch", needs=("jinja2", "starlette", "uvicorn"))
+@verb(needs=("jinja2", "starlette", "uvicorn"))
 def watch(
     runs: Annotated[
         list[Path],
@@ -192,3 +193,17 @@ def watch(
         serve(live, host, port, say_where)
     except KeyboardInterrupt:
         say("the page has ended; the runs go on")
+
+
+@verb()
+def recipes(folder: Annotated[Path, Argument(help="Folder that gets recipes/; created if need be.")] = Path()) -> None:
+    """Write the recipes that the package carries into FOLDER/recipes, to run and to edit: no clone is needed.
+
+    With them go cpu.lock and gpu.lock: all packages, in tested versions. Commands in the recipes' headers are meant for
+    FOLDER as the current folder. A recipes/ that is there is left alone.
+    """
+    from verl_precision.tools.runs.recipes import write_recipes
+
+    say(f"wrote {write_recipes(folder)}")
+    start = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
+    say(f"next: {start}verl-precision compare recipes/quickstart/quickstart.yaml")

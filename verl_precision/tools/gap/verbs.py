@@ -1,25 +1,14 @@
-"""The verbs `mismatch`, `explain`, `evaluate` and `sanity-set`: a model samples and is scored; nothing is trained."""
+"""The verbs `mismatch` and `explain`: how far two engines are apart, and why."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from rich.console import Console
 from typer import Argument, BadParameter, Option
 
-from verl_precision.base.errors import after_ctrl_c
-from verl_precision.cli.verb import ENGINES, FIGURES, console, silence_third_party, verb
-
-if TYPE_CHECKING:  # pydantic makes their classes: half of the time of a page of help
-    from verl_precision.tools.jobs.settings import JobSettings
+from verl_precision.cli.verb import ENGINES, FIGURES, console, run_job, silence_third_party, verb
 
 
-def _run(job: "JobSettings", session: Callable[[Any, Console], object]) -> None:
-    with after_ctrl_c(f"every process has ended. What is done is in {job.folder}; the same command continues"):
-        session(job, console)
-
-
-@verb("mismatch", "verl_precision.tools.gap.pairs.settings:MismatchJob", needs=(*FIGURES, *ENGINES, "verl"))
+@verb("verl_precision.tools.gap.pairs.settings:MismatchJob", needs=(*FIGURES, *ENGINES, "verl"))
 def mismatch(given: dict[str, Any]) -> None:
     """Sample in some dtypes, score in others, and show how far the probabilities of the two engines are apart.
 
@@ -31,10 +20,10 @@ def mismatch(given: dict[str, Any]) -> None:
     job = MismatchJob(**given)
     from verl_precision.tools.gap.pairs.session import measure_mismatch
 
-    _run(job, measure_mismatch)
+    run_job(job, measure_mismatch)
 
 
-@verb("explain", "verl_precision.tools.gap.explain.settings:Explanation")
+@verb("verl_precision.tools.gap.explain.settings:Explanation")
 def explain(
     given: dict[str, Any],
     overrides: Annotated[
@@ -78,7 +67,7 @@ def explain(
     require_packages("explain", *FIGURES, *ENGINES, "verl")
     if recipe is not None:
         with silence_third_party():
-            from verl_precision.check.recipe_config import compose_recipe
+            from verl_precision.tools.checking.composing import compose_recipe
             from verl_precision.tools.gap.explain.from_run import explained_by
 
             of_recipe = explained_by(compose_recipe(recipe, overrides or []))
@@ -86,36 +75,4 @@ def explain(
     job = Explanation(**given)
     from verl_precision.tools.gap.explain.session import explain as explain_gap
 
-    _run(job, explain_gap)
-
-
-@verb("evaluate", "verl_precision.tools.evaluate.settings:Evaluation", needs=ENGINES)
-def evaluate(given: dict[str, Any]) -> None:
-    """Measure how often a model solves the problems of one or more data sets, in each dtype and context.
-
-    Shows avg@k with its standard error, pass@k and the share of truncated responses; with several dtypes also the
-    paired differences, which are the deployment gap. Writes table.md and summary.json. Every response is on disk before
-    it counts: after an interruption, the same command continues.
-    """
-    from verl_precision.tools.evaluate.settings import Evaluation
-
-    job = Evaluation(**given)
-    from verl_precision.tools.evaluate.session import evaluate as evaluate_model
-
-    _run(job, evaluate_model)
-
-
-@verb("sanity-set", "verl_precision.tools.sanity_set.settings:SanitySet", needs=(*FIGURES, *ENGINES))
-def sanity_set(given: dict[str, Any]) -> None:
-    """Keep the problems a model solves sometimes: the data set of the sanity test (section 4 of the paper).
-
-    Draws responses at temperature 1 and top_p 1, and keeps the problems with an accuracy from --low to --high. Sampling
-    stops for a problem once its verdict is decided. Every response is on disk before it counts: after an interruption,
-    the same command continues. Writes kept.parquet, summary.json and accuracy.png.
-    """
-    from verl_precision.tools.sanity_set.settings import SanitySet
-
-    job = SanitySet(**given)
-    from verl_precision.tools.sanity_set.session import build_sanity_set
-
-    _run(job, build_sanity_set)
+    run_job(job, explain_gap)

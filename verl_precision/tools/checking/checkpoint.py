@@ -6,10 +6,11 @@ normal in small numbers (they contribute little), and suspicious in large ones.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from verl_precision.base.dtypes import DTYPES
 from verl_precision.base.errors import ConfigurationError
@@ -20,7 +21,6 @@ FP16_SMALLEST_NORMAL = 2.0**-14
 FP16_TO_ZERO = 2.0**-25  # half the smallest subnormal: rounds to even, which is zero
 SLICE_ELEMENTS = 4 << 20  # Elements looked at in one go: 8 MiB in BF16, and a few temporaries of that size.
 FLUSH_WARNING = 0.01  # More than this share of a tensor's non-zero weights rounded to zero is worth a look.
-MAX_HEADER = 100_000_000  # safetensors' own limit
 STORED = {known.safetensors: known.torch for known in DTYPES.values()} | {"F64": "float64"}  # read: their name in torch
 INDEX = "model.safetensors.index.json"
 
@@ -89,31 +89,32 @@ def audit_checkpoint(
 ) -> CheckpointReport:
     """Audit every floating-point tensor of a safetensors checkpoint.
 
-    Files are read, not mapped: pages of a mapped file count as memory of the process, and a shard has gigabytes.
-
     The path is a folder in Hugging Face format, sharded or not, or one .safetensors file; one that is missing or broken
     is a ConfigurationError. `on_progress` is called with (bytes done, bytes in all) after each slice.
     """
+    from safetensors import SafetensorError, safe_open
+
     files = checkpoint_files(path)
-    total, finished = sum(file.stat().st_size for file in files), 0
+    total, done = sum(file.stat().st_size for file in files), 0
     tensors: list[TensorReport] = []
     skipped: list[str] = []
 
-    def on_slice(position: int) -> None:
-        on_progress(finished + position, total)
+    def on_slice(size: int) -> None:
+        nonlocal done
+        done += size
+        on_progress(done, total)
 
     for file in files:
-        with file.open("rb") as content:
-            start, header = _header(file, content)
-            for name, described in header.items():
-                if described["dtype"] not in STORED:
-                    skipped.append(name)
-                    continue
-                begin, end = described["data_offsets"]
-                content.seek(start + begin)
-                pieces = _pieces(name, described["dtype"], content, end - begin, on_slice)
-                tensors.append(audit_tensor(name, described["dtype"], pieces))
-        finished += file.stat().st_size
+        try:
+            with safe_open(file, framework="pt") as content:
+                for name in content.offset_keys():
+                    dtype = content.get_slice(name).get_dtype()
+                    if dtype not in STORED:
+                        skipped.append(name)
+                        continue
+                    tensors.append(audit_tensor(name, dtype, _pieces(content, name, on_slice)))
+        except SafetensorError as error:
+            raise _broken(file, f"not a readable safetensors file ({error})") from error
     on_progress(total, total)
     return CheckpointReport(path, worst_first(tensors), skipped)
 
@@ -146,30 +147,16 @@ def _broken(path: Path, problem: str) -> ConfigurationError:
     return ConfigurationError(problem, setting="--model", value=path, remedy="Download the checkpoint again.")
 
 
-def _header(file: Path, content: BinaryIO) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Return where the data starts, and the description of each tensor, in the order of the data."""
-    try:
-        length = int.from_bytes(content.read(8), "little")
-        header = json.loads(content.read(min(length, MAX_HEADER)))
-        header.pop("__metadata__", None)
-        ordered = dict(sorted(header.items(), key=lambda item: item[1]["data_offsets"]))
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise _broken(file, f"not a readable safetensors file ({error})") from error
-    return 8 + length, ordered
-
-
-def _pieces(name: str, dtype: str, content: BinaryIO, size: int, on_slice: Callable[[int], None]) -> Iterator:
-    """Yield the tensor that the next `size` bytes hold, in slices."""
-    import torch
-
-    kind, left = getattr(torch, STORED[dtype]), size
-    while left:
-        raw = bytearray(content.read(min(left, SLICE_ELEMENTS * kind.itemsize)))
-        if not raw:
-            raise _broken(Path(content.name), f"it ends within the tensor {name}")
-        yield torch.frombuffer(raw, dtype=kind)
-        left -= len(raw)
-        on_slice(content.tell())
+def _pieces(content: Any, name: str, on_slice: Callable[[int], None]) -> Iterator:
+    """Yield a tensor in slices of some rows, flat; it is mapped, and its pages go when the memory is needed."""
+    described = content.get_slice(name)
+    if not (shape := described.get_shape()):
+        yield content.get_tensor(name).flatten()
+        return
+    rows = max(SLICE_ELEMENTS // max(math.prod(shape[1:]), 1), 1)
+    for first in range(0, shape[0], rows):
+        yield (piece := described[first : first + rows].flatten())
+        on_slice(piece.nbytes)
 
 
 def audit_tensor(name: str, dtype: str, pieces: Iterable) -> TensorReport:

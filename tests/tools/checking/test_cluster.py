@@ -5,7 +5,7 @@ import sys
 import cloudpickle
 import pytest
 
-from verl_precision.check.cluster import Needs, Node, compare_nodes, look_here, needs_of, send_by_value
+from verl_precision.tools.checking.cluster import Needs, Node, compare_nodes, look_here, needs_of, send_by_value
 
 VERSIONS = {"python": "3.11.9", "verl": "0.9.1", "torch": "2.13.0", "verl-precision": "0.1.0"}
 DRIVER = Node("driver", versions=VERSIONS, plugin_loaded=True, sizes={"data/x.parquet": 10, "models/m": -1})

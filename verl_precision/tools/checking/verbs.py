@@ -1,22 +1,21 @@
-"""The verbs `check` and `selftest`: is this run, this checkpoint, this machine fit?"""
+"""The verb `check`: is this run, this checkpoint, this machine, this cluster fit?"""
 
 import atexit
 import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, BadParameter, Exit, Option
 
-from verl_precision.base.errors import VerlPrecisionError, after_ctrl_c
+from verl_precision.base.errors import VerlPrecisionError
 from verl_precision.base.terminal import paragraph
-from verl_precision.cli.verb import console, errors, say, silence_third_party, verb
+from verl_precision.cli.verb import console, errors, silence_third_party, verb
 
 
-@verb("check", context_settings={"ignore_unknown_options": True})
+@verb(context_settings={"ignore_unknown_options": True})
 def check(
     config: Annotated[
         str | None,
@@ -45,7 +44,6 @@ def check(
         Option(help="With --cluster: file or folder that every node must see. Repeat the option for several."),
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
-    verbose: Annotated[bool, Option("--verbose", "-v", help="Without a config: print all that was looked at.")] = False,
 ) -> None:
     """Say what will run in which dtype, what is wrong, and what to do.
 
@@ -73,7 +71,7 @@ def check(
         elif words:
             ok = _check_recipe(words, (gpu, elsewhere, model_config), as_json)
         elif cluster is None:
-            ok = _check_installation(as_json, verbose)
+            ok = _check_installation(as_json)
         if cluster is not None:
             ok = _check_cluster(cluster, words, path or []) and ok
     raise Exit(0 if ok else 1)
@@ -81,19 +79,13 @@ def check(
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Collect no garbage meanwhile, nor at the end of the process.
-
-    Imports make millions of objects that stay; looking at them again and again is a quarter of a check's time.
-    """
-    collects = gc.isenabled()
+    """Collect no garbage meanwhile: imports make millions of objects that stay, a quarter of a check's time."""
     gc.disable()
-    atexit.unregister(gc.freeze)
-    atexit.register(gc.freeze)
+    atexit.register(gc.freeze)  # nor at the end of the process
     try:
         yield
     finally:
-        if collects:
-            gc.enable()
+        gc.enable()
 
 
 def _check_recipe(words: list[str], meant: tuple[str | None, bool | None, Path | None], as_json: bool) -> bool:
@@ -101,9 +93,9 @@ def _check_recipe(words: list[str], meant: tuple[str | None, bool | None, Path |
 
     try:
         require_verl("a check of a config")
-        from verl_precision.check.command import read_command
-        from verl_precision.check.recipe_config import Meant, check_command
-        from verl_precision.check.show import show_recipe
+        from verl_precision.tools.checking.command import read_command
+        from verl_precision.tools.checking.recipe_config import Meant, check_command
+        from verl_precision.tools.checking.show import show_recipe
 
         report = check_command(read_command(words), Meant(*meant), typed=words)
     except VerlPrecisionError as error:
@@ -123,9 +115,9 @@ def _check_recipe(words: list[str], meant: tuple[str | None, bool | None, Path |
 def _check_model(model: Path, activations: bool, loss_scale: float, as_json: bool) -> bool:
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-    from verl_precision.check.activations import measure_activations
-    from verl_precision.check.checkpoint import audit_checkpoint
-    from verl_precision.check.show import show_activations, show_checkpoint
+    from verl_precision.tools.checking.activations import measure_activations
+    from verl_precision.tools.checking.checkpoint import audit_checkpoint
+    from verl_precision.tools.checking.show import show_activations, show_checkpoint
 
     with Progress("auditing", BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=errors) as progress:
         task = progress.add_task("", total=None)
@@ -142,10 +134,10 @@ def _check_model(model: Path, activations: bool, loss_scale: float, as_json: boo
     return ok
 
 
-def _check_installation(as_json: bool, verbose: bool) -> bool:
+def _check_installation(as_json: bool) -> bool:
     from verl_precision.base.versions import installed_versions
-    from verl_precision.check.installation import findings
-    from verl_precision.check.show import show_installation
+    from verl_precision.tools.checking.installation import findings
+    from verl_precision.tools.checking.show import show_installation
 
     versions = installed_versions()
     if as_json:
@@ -155,52 +147,17 @@ def _check_installation(as_json: bool, verbose: bool) -> bool:
         return ok
     named = "  ".join(f"{name}\u00a0{version}" for name, version in versions.items())  # a line ends between pairs
     console.print(paragraph(named, console).replace("\u00a0", " "), highlight=False, soft_wrap=True)
-    return all(finding.ok for finding in show_installation(findings(), console, verbose))
+    return all(finding.ok for finding in show_installation(findings(), console))
 
 
 def _check_cluster(address: str, words: list[str], paths: list[Path]) -> bool:
-    from verl_precision.check.cluster import Needs, compare_nodes, look_at_nodes, needs_of
-    from verl_precision.check.command import read_command
-    from verl_precision.check.recipe_config import compose_recipe
-    from verl_precision.check.show import show_findings
+    from verl_precision.tools.checking.cluster import Needs, compare_nodes, look_at_nodes, needs_of
+    from verl_precision.tools.checking.command import read_command
+    from verl_precision.tools.checking.composing import compose_recipe
+    from verl_precision.tools.checking.show import show_findings
 
     given = [str(path) for path in paths]
     needs = needs_of(compose_recipe(*read_command(words).accepted()), given) if words else Needs(paths=tuple(given))
     found = list(compare_nodes(*look_at_nodes(address, needs.paths), needs))
     show_findings(found, console)
     return all(finding.ok for finding in found)
-
-
-@verb("selftest")
-def selftest(
-    only: Annotated[
-        list[str] | None, Option(help="Name of a check, or A or B for a part. Repeat the option for several.")
-    ] = None,
-    device: Annotated[str | None, Option(help="cuda or cpu. Default: the GPU, if torch sees one.")] = None,
-    parallel: Annotated[
-        int | None,
-        Option(min=1, help="Runs of part B at a time. Default: as many as memory holds, at most 3 (2 on a CPU)."),
-    ] = None,
-    output: Annotated[
-        Path | None, Option(help="Folder of the results. Checks that passed there are not repeated.")
-    ] = None,
-) -> None:
-    """Test whether this machine is fit for FP16 RL: updates with overflows, weight syncs, short runs, planted faults.
-
-    Part A tests the engine, part B the whole stack with verl, vLLM and Ray. One GPU is enough; on a CPU the checks that
-    need one are not run, and the table says why. Writes selftest.json and the log of each check. The exit code is 1 if
-    a check failed.
-    """
-    import torch
-
-    from verl_precision.tools.selftest.session import run_selftest, runs_that_fit, show_summary
-
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cuda", "cpu"):
-        raise BadParameter(f"--device {device}: allowed: cuda, cpu")
-    folder = output or Path("outputs") / "selftest" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    with after_ctrl_c(f"every process has ended. --output {folder} continues"):
-        outcomes = run_selftest(folder, device, only or [], parallel or runs_that_fit(device), console)
-    show_summary(outcomes, console)
-    say(f"Results: {folder}")
-    raise Exit(1 if any(outcome.status == "failed" for outcome in outcomes) else 0)

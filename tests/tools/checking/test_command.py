@@ -10,8 +10,8 @@ import verl
 from typer.testing import CliRunner
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.check.command import MAIN, mains, read_command
 from verl_precision.cli import app
+from verl_precision.tools.checking.command import MAIN, mains, read_command
 
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 EXPERIMENTAL = "verl.experimental"
@@ -113,14 +113,3 @@ def test_a_main_that_is_gone_is_named_with_the_one_to_take_and_its_words_are_loo
         command.accepted()
     code, (gone, key) = findings(*words)
     assert code == 1 and gone["name"] == "main-gone" and key["remedy"] == "Did you mean trainer.save_freq?"
-
-
-def test_a_config_whose_parts_are_looked_for_in_a_checkout(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    command = ["python", "-m", ONE_STEP, VLLM, "actor_rollout_ref.actor.use_dynamic_bsz=True"]
-    _, found = findings(*command)
-    (fault,) = [each for each in found if each["name"] == "parts-not-found"]
-    word = fault["remedy"].partition('"')[2].partition('"')[0]
-    assert "parts-not-found" not in [each["name"] for each in findings(*command, word)[1]]
-    (tmp_path / "verl" / "trainer" / "config").mkdir(parents=True)
-    assert "parts-not-found" not in [each["name"] for each in findings(*command)[1]]

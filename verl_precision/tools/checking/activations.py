@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from verl_precision.check.checkpoint import FP16_MAX
+from verl_precision.tools.checking.checkpoint import FP16_MAX
 
 LOSS_SCALE = 65536.0  # torch's and verl's initial one
 PROMPTS = (

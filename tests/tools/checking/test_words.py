@@ -9,9 +9,10 @@ from composer import compose_verl
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
-from verl_precision.check.keys import HANDED_ON, keys_of, name_is_read, row_of, table_of_keys, unknown
+from verl_precision.check.keys import keys_of, row_of, table_of_keys
 from verl_precision.check.preflight import PreflightCallback
 from verl_precision.cli import app
+from verl_precision.tools.checking.words import HANDED_ON, name_is_read, unknown
 
 ENGINES = ("dp", "megatron", "veomni", "torchtitan")
 TABLE = table_of_keys()

@@ -1,0 +1,40 @@
+"""The verb `export`."""
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from verl_precision.cli.verb import errors, say, silence_third_party, verb
+
+
+@verb()
+def export(
+    checkpoint: Annotated[Path, Argument(help="Folder of a checkpoint, checkpoints/.../global_step_N.")],
+    dtype: Annotated[str, Option(help="Dtype of the weights: fp16, bf16 or fp32.")] = "fp16",
+    output: Annotated[
+        Path | None, Option(help="Folder to create. Default: outputs/export/<experiment>_<step>_<dtype>.")
+    ] = None,
+) -> None:
+    """Write a checkpoint of an FSDP run as a Hugging Face folder, rounded once from FP32.
+
+    LoRA adapters are merged in FP32. A weight that is not finite in the dtype is refused by name, and nothing is left.
+    config.json says the dtype of the weights. A folder that exists is refused.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress
+
+    path = checkpoint.resolve()
+    step = path.parent if path.name == "actor" else path
+    output = output or Path("outputs") / "export" / f"{step.parent.name}_{step.name}_{dtype}"
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn())
+    with silence_third_party(), Progress(*columns, console=errors) as progress:
+        from verl_precision.tools.export.session import export_checkpoint
+
+        task = progress.add_task("reading", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            progress.update(task, description=what, completed=done, total=total)
+
+        report = export_checkpoint(path, dtype, output, show)
+    verdict = f"; {report.verdict}" if dtype == "fp16" else ""
+    say(f"wrote {output}: {len(report.tensors)} tensors in {dtype}{verdict}")

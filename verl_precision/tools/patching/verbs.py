@@ -1,0 +1,39 @@
+"""The verb `patch`."""
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, BadParameter, Option
+
+from verl_precision.cli.verb import say, verb
+
+
+@verb()
+def patch(
+    tree: Annotated[Path | None, Argument(help="Folder that holds verl/: a checkout or an unpacked release.")] = None,
+    list_: Annotated[bool, Option("--list", help="Print every series and its patches.")] = False,
+    check_: Annotated[bool, Option("--check", help="Say whether the series would apply or revert. Write nothing.")] = (
+        False
+    ),
+    apply_: Annotated[bool, Option("--apply", help="Apply the series of the tree's release.")] = False,
+    revert: Annotated[bool, Option("--revert", help="Take the series back, byte for byte.")] = False,
+    installed: Annotated[bool, Option("--installed", help="Patch TREE although it is an installed package.")] = False,
+) -> None:
+    """Patch a verl that no plugin can reach, or take the patches back: all of them or none.
+
+    A tree is refused, with the file named, unless it is exactly a release with a series, or that release with the whole
+    series applied. A call that was killed is finished or taken back by the next one. What each patch does is in
+    patches/README.md.
+    """
+    if [list_, check_, apply_, revert].count(True) != 1 or list_ != (tree is None):
+        raise BadParameter("give --list, or one of --check, --apply, --revert with TREE")
+    from verl_precision.tools.patching.change import change_tree, check_tree
+    from verl_precision.tools.patching.series import State, list_series
+
+    if tree is None:
+        lines = list_series()
+    elif check_:
+        lines = [check_tree(tree)]
+    else:
+        lines = change_tree(tree, State.APPLIED if apply_ else State.PRISTINE, installed)
+    say("\n".join(lines))

@@ -1,0 +1,45 @@
+"""The verb `selftest`."""
+
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+from typer import BadParameter, Exit, Option
+
+from verl_precision.base.errors import after_ctrl_c
+from verl_precision.cli.verb import console, say, verb
+
+
+@verb()
+def selftest(
+    only: Annotated[
+        list[str] | None, Option(help="Name of a check, or A or B for a part. Repeat the option for several.")
+    ] = None,
+    device: Annotated[str | None, Option(help="cuda or cpu. Default: the GPU, if torch sees one.")] = None,
+    parallel: Annotated[
+        int | None,
+        Option(min=1, help="Runs of part B at a time. Default: as many as memory holds, at most 3 (2 on a CPU)."),
+    ] = None,
+    output: Annotated[
+        Path | None, Option(help="Folder of the results. Checks that passed there are not repeated.")
+    ] = None,
+) -> None:
+    """Test whether this machine is fit for FP16 RL: updates with overflows, weight syncs, short runs, planted faults.
+
+    Part A tests the engine, part B the whole stack with verl, vLLM and Ray. One GPU is enough; on a CPU the checks that
+    need one are not run, and the table says why. Writes selftest.json and the log of each check. The exit code is 1 if
+    a check failed.
+    """
+    import torch
+
+    from verl_precision.tools.selftest.session import run_selftest, runs_that_fit, show_summary
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cuda", "cpu"):
+        raise BadParameter(f"--device {device}: allowed: cuda, cpu")
+    folder = output or Path("outputs") / "selftest" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    with after_ctrl_c(f"every process has ended. --output {folder} continues"):
+        outcomes = run_selftest(folder, device, only or [], parallel or runs_that_fit(device), console)
+    show_summary(outcomes, console)
+    say(f"Results: {folder}")
+    raise Exit(1 if any(outcome.status == "failed" for outcome in outcomes) else 0)
