@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import uvicorn
 
-from verl_precision.tools.kept_tokens.decisions import Estimator
+from verl_precision.losses.in_use import LossInUse
 from verl_precision.tools.kept_tokens.kept_file import CLIPPED, DECISIONS, KEPT, NOT_OURS, KeptResponse, append, beside
 from verl_precision.tools.runs.live import Live
 from verl_precision.tools.runs.server import application
 
 TOKEN = "a-token-of-a-test"
-GRPO = Estimator("grpo, bypass mode", "vp_grpo", {"clip_low": 0.2, "clip_high": 0.28})
+GRPO = LossInUse("grpo, bypass mode", "vp_grpo", {"clip_low": 0.2, "clip_high": 0.28})
 
 
 def row(step: int, run: int = 0, **changes: float) -> str:

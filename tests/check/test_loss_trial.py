@@ -5,7 +5,6 @@ import random
 import re
 import sys
 import time
-from dataclasses import replace
 from functools import partial, wraps
 
 import numpy
@@ -69,8 +68,9 @@ def test_the_page_says_how_far_gspo_is_from_its_paper(root):
             POLICY_LOSS_REGISTRY["gspo"], config, config.actor_rollout_ref.actor.loss_agg_mode
         )
         batch = trial_batch()
-        leaf = batch.log_probs.clone().requires_grad_()
-        call(replace(batch, log_probs=leaf), Counts(len(batch.mask), int(batch.mask.sum()))).backward()
+        leaf = batch.trainer_log_probs.clone().requires_grad_()
+        counts = Counts(len(batch.response_mask), int(batch.response_mask.sum()))
+        call(batch._replace(trainer_log_probs=leaf), counts).backward()
         gradients.append(leaf.grad)
     default, aggregated, paper = gradients
     apart = [f"{float((default - other).norm() / other.norm()):.2f}" for other in (aggregated, paper)]
@@ -248,7 +248,7 @@ OWN = {
     normalised: {"nonfinite": "8 micro-batches"},
     nan: {"nonfinite": "the whole batch"},
     nan_value: {"nonfinite": "the whole batch"},
-    writing: {"changed": ("advantages", "log_probs")},
+    writing: {"changed": ("advantages", "trainer_log_probs")},
     drawing: {"random": True}, drawing_elsewhere: {"random": True},
     raising: {"problem": "it raises RuntimeError: no GPU"},
     without_end: {"problem": "it has not returned within 5 seconds"},

@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
-from conftest import PER_TOKEN, run
 from hypothesis import given
 from hypothesis import strategies as st
+from loss_calls import PER_TOKEN, run
 
 from verl_precision import losses
 from verl_precision.base.errors import ConfigurationError

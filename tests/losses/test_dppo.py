@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from composer import actor_config, compose_estimator
-from conftest import call, composed, run
+from loss_calls import call, composed, run
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
 from verl_precision.losses import dppo_kl, dppo_tv

@@ -12,7 +12,7 @@ weights its gradient stays finite in float32, bfloat16 and float16. It turns NaN
 import pytest
 import torch
 from composer import actor_config
-from conftest import call, composed
+from loss_calls import call, composed
 from plain_equations import random_case
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 

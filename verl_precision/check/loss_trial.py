@@ -27,7 +27,6 @@ from verl_precision.check.rules.rule import TriedLoss
 from verl_precision.integration.ledger import lost_symbols
 from verl_precision.losses.invariance import (
     LENGTHS,
-    Batch,
     Counts,
     Loss,
     UnusableLossError,
@@ -35,7 +34,7 @@ from verl_precision.losses.invariance import (
     trial_batch,
     try_loss,
 )
-from verl_precision.losses.registry import POLICY_LOSSES
+from verl_precision.losses.registry import POLICY_LOSSES, LossInputs
 from verl_precision.losses.settings import NORM_MODE
 
 ACTOR = "actor_rollout_ref.actor"
@@ -140,7 +139,8 @@ def _outcome(config: DictConfig, loss: Any, tried: TriedLoss) -> TriedLoss:
     other = _as_verl_calls(loss, config, OTHER_MODE.get(mode, "token-sum"))
     if not gradients_differ(call, other, batch):
         ignored.append(AGGREGATION)
-    if weighted and not gradients_differ(call, lambda part, counts: call(replace(part, weights=None), counts), batch):
+    unweighted: Loss = lambda part, counts: call(part._replace(rollout_is_weights=None), counts)  # noqa: E731
+    if weighted and not gradients_differ(call, unweighted, batch):
         ignored.append(WEIGHTS)
     return replace(tried, trial=trial, ignored=tuple(ignored))
 
@@ -159,13 +159,16 @@ def _as_verl_calls(loss: Any, config: DictConfig, mode: str) -> Loss:
             node.loss_scale_factor = max(LENGTHS)
     actor: Any = omega_conf_to_dataclass(node)
 
-    def call(part: Batch, counts: Counts) -> Tensor:
+    def call(part: LossInputs, counts: Counts) -> Tensor:
         actor.global_batch_info.update(
             dp_size=counts.dp_size, batch_num_tokens=counts.num_tokens, global_batch_size=counts.num_responses,
             loss_scale_factor=actor.loss_scale_factor,
         )  # fmt: skip
-        given = part.old_log_probs, part.log_probs, part.advantages, part.mask, mode, actor, part.weights
-        returned = loss(**dict(zip(KEYWORDS, given, strict=True)))
+        returned = loss(
+            old_log_prob=part.old_log_probs, log_prob=part.trainer_log_probs, advantages=part.advantages,
+            response_mask=part.response_mask, loss_agg_mode=mode, config=actor,
+            rollout_is_weights=part.rollout_is_weights,
+        )  # fmt: skip
         pair = tuple(returned) if isinstance(returned, tuple | list) else ()
         if len(pair) != 2 or not isinstance(pair[0], Tensor) or not isinstance(pair[1], Mapping):
             kinds = f"({', '.join(type(each).__name__ for each in pair)})" if pair else type(returned).__name__

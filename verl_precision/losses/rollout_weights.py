@@ -103,7 +103,7 @@ def kpop_weights(
     return torch.where(valid_BT, weights_BT.masked_fill(broken_B.unsqueeze(-1), torch.nan), 0)
 
 
-class Level(NamedTuple):
+class WeightKind(NamedTuple):
     """A way to weigh, chosen by verl's `algorithm.rollout_correction.rollout_is`."""
 
     weights: Callable[..., Tensor]
@@ -112,12 +112,12 @@ class Level(NamedTuple):
     of_log_probs: bool = False  # are both policies' log-probs needed, and not only their difference?
 
 
-LEVELS: Mapping[str, Level] = {
-    "vp_token_tis": Level(token_tis_weights, require_threshold),
-    "vp_seq_mis": Level(seq_mis_weights, require_threshold, of_responses=True),
-    "vp_geo_mask": Level(geo_mask_weights, require_band, of_responses=True),
-    "vp_icepop": Level(icepop_weights, require_band),
-    "vp_kpop": Level(kpop_weights, require_divergence, of_log_probs=True),
+WEIGHT_KINDS: Mapping[str, WeightKind] = {
+    "vp_token_tis": WeightKind(token_tis_weights, require_threshold),
+    "vp_seq_mis": WeightKind(seq_mis_weights, require_threshold, of_responses=True),
+    "vp_geo_mask": WeightKind(geo_mask_weights, require_band, of_responses=True),
+    "vp_icepop": WeightKind(icepop_weights, require_band),
+    "vp_kpop": WeightKind(kpop_weights, require_divergence, of_log_probs=True),
 }
 """Levels of this package, beside verl's own."""
 

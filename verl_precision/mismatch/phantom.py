@@ -103,7 +103,7 @@ def _clip_statistics(chunk: Chunk, clip: ClipRange, beta_in_ratio: bool, counted
         return means_R.repeat_interleave(chunk.lengths_R)
 
     def clipped(log_ratio_N: Tensor) -> Tensor:
-        return clip.silences(log_ratio_N, advantages_N)
+        return clip.has_no_gradient(log_ratio_N, advantages_N)
 
     with_beta_N, without_N = clipped(ratio(trainer_N - mu_N)), clipped(ratio(shadow_N - mu_N))
     n, bounds = trainer_N.new_full((), len(chunk)), tuple(clip)

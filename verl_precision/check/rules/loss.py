@@ -10,7 +10,7 @@ from verl_precision.base.verl_config import engines, rollout_dtype
 from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity, as_fault, as_faults, rule, told
 from verl_precision.losses import settings as limits
 from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
-from verl_precision.losses.rollout_weights import LEVELS
+from verl_precision.losses.rollout_weights import WEIGHT_KINDS
 
 CORRECTION = "algorithm.rollout_correction"
 LOSS_CORRECTION = "actor_rollout_ref.actor.policy_loss.rollout_correction"
@@ -135,11 +135,11 @@ def weight_threshold_misread(config: DictConfig, environment: Environment) -> Fa
     # this package's losses and weights say it in their own words
     own = {
         LOSS_CORRECTION: (limits.THRESHOLD, "threshold" in _needs(config)),
-        CORRECTION: (limits.WEIGHT_THRESHOLD, _correction(config).get("rollout_is") in LEVELS),
+        CORRECTION: (limits.WEIGHT_THRESHOLD, _correction(config).get("rollout_is") in WEIGHT_KINDS),
     }
     for path, correction in _corrections(config):
         value, (setting, ours) = correction.get("rollout_is_threshold"), own[path]
-        level = LEVELS.get(correction.get("rollout_is"))
+        level = WEIGHT_KINDS.get(correction.get("rollout_is"))
         bounds = level.bounds if level else limits.require_threshold
         said = list(as_faults(bounds, value, setting)) if ours else []
         yield from said
@@ -226,7 +226,7 @@ def loss_without_bypass(config: DictConfig, environment: Environment) -> Faults:
 def weights_not_applied(config: DictConfig, environment: Environment) -> Faults:
     """Weights of this package need a loss that applies them, and a verl that leaves them as they are."""
     correction, weights = _correction(config), _correction(config).get("rollout_is")
-    if weights not in LEVELS:
+    if weights not in WEIGHT_KINDS:
         return
     if "rollout_is_weights" not in _needs(config):
         applying = [name for name, entry in POLICY_LOSSES.items() if "rollout_is_weights" in entry.parameters]

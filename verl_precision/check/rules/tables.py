@@ -16,7 +16,7 @@ from verl_precision.check.rules.rule import Environment, Fault, Faults, Severity
 from verl_precision.check.who_decides import USERS, preset_of, speaker_of
 from verl_precision.engine.arithmetic_choice import FAMILIES, IN_CONFIG, beyond_merging, refused, require_family
 from verl_precision.integration.ledger import EXPERTS, is_offered
-from verl_precision.losses.rollout_weights import LEVELS
+from verl_precision.losses.rollout_weights import WEIGHT_KINDS
 
 MANY_TIMES = 10  # a normaliser that is further from the longest response is a slip
 
@@ -65,7 +65,7 @@ def unusual_numbers(config: DictConfig, environment: Environment) -> Faults:
 def unknown_names(config: DictConfig, environment: Environment) -> Faults:
     """Names that are looked up in a worker only."""
     for setting, known, effect, *condition in table("names"):
-        allowed = [*known, *(LEVELS if setting.endswith(".rollout_is") else ())]
+        allowed = [*known, *(WEIGHT_KINDS if setting.endswith(".rollout_is") else ())]
         given = ",".join(str(name) for name in names_in(config, setting) if name)
         # a name with a slash is a kernel of the Hugging Face hub
         wrong = [name for name in given.replace(" ", "").split(",") if name not in ("", *allowed) and "/" not in name]

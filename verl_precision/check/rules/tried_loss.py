@@ -15,7 +15,7 @@ LOSS = f"{ACTOR}.policy_loss.loss_mode"
 LARGE = 0.3  # from this share of the gradient on, another cut is another run
 LARGE_OF_DRAWS = 1.0  # a loss that draws a share of the tokens draws at least one of a small batch
 OWN_AGGREGATION = ("token-mean", "seq-mean-token-mean")  # verl's default, and that of the losses that take no other
-NAMES = {"old_log_probs": "old_log_prob", "log_probs": "log_prob", "mask": "response_mask"}  # verl's of ours
+NAMES = {"old_log_probs": "old_log_prob", "trainer_log_probs": "log_prob"}  # verl's of ours
 THREADS = {"geo_mean": "verl#7913", "kl_cov": "verl#7829"}
 AGGREGATE = "Aggregate with verl's agg_loss(..., **config.global_batch_info)"
 

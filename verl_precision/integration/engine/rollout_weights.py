@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verl_precision.integration.ledger import set_within, wrap_once
 from verl_precision.losses.metrics import weight_statistics
-from verl_precision.losses.rollout_weights import LEVELS
+from verl_precision.losses.rollout_weights import WEIGHT_KINDS
 from verl_precision.losses.settings import WEIGHT_THRESHOLD, require_plain_weights, require_threshold
 
 # The log-probs of trainer and rollout whose weights are being made: verl hands their difference on.
@@ -22,7 +22,7 @@ _log_probs: ContextVar[tuple[Tensor, Tensor]] = ContextVar("log_probs")
 
 
 def register_weights(rollout_corr_helper: ModuleType) -> None:
-    """Offer `LEVELS` in verl's rollout-correction step, once; verl's own levels pass through unchanged."""
+    """Offer `WEIGHT_KINDS` in verl's rollout-correction step, once; verl's own levels pass through unchanged."""
     wrap_once(rollout_corr_helper.__name__, "compute_rollout_correction_and_rejection_mask", _with_log_probs)
     wrap_once(rollout_corr_helper.__name__, "compute_rollout_correction_weights", _with_own_levels)
 
@@ -35,7 +35,7 @@ def _with_log_probs(wrapped, instance, args, kwargs):
 
 def _with_own_levels(wrapped, instance, args, kwargs):
     level = kwargs.get("rollout_is", args[2] if len(args) > 2 else None)
-    return (_own_weights if level in LEVELS else wrapped)(*args, **kwargs)
+    return (_own_weights if level in WEIGHT_KINDS else wrapped)(*args, **kwargs)
 
 
 def _own_weights(
@@ -46,7 +46,7 @@ def _own_weights(
     rollout_is_batch_normalize: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
     require_plain_weights(rollout_is_batch_normalize, rollout_is)
-    level = LEVELS[rollout_is]
+    level = WEIGHT_KINDS[rollout_is]
     level.bounds(rollout_is_threshold, WEIGHT_THRESHOLD)
     policies = _log_probs.get() if level.of_log_probs else (log_ratio,)
     weights_BT = level.weights(*policies, response_mask, rollout_is_threshold)

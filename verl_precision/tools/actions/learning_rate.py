@@ -19,7 +19,7 @@ import torch.distributed as dist
 from verl.utils.device import get_device_name
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.losses.metrics import ESS, EffectiveSampleSize, OfWeights
+from verl_precision.losses.metrics import ESS, EffectiveSampleSize, WeightStatistic
 
 FACTOR = "precision/learning_rate_factor"
 LOWER_RATE = "verl_precision_lower_rate"  # key among a batch's data: the alarm wants a rate for the effective sample
@@ -34,7 +34,7 @@ class ScaledLearningRate:
 
     def __init__(self, base: float) -> None:
         self.base = base  # e₀
-        self._found: list[OfWeights] = []  # of the micro-batches of the update under way
+        self._found: list[WeightStatistic] = []  # of the micro-batches of the update under way
         self._factors: list[float] = []  # of the updates of the training step so far
 
     def watched(self, loss_function: Callable) -> Callable:
