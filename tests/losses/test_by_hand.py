@@ -94,20 +94,6 @@ def test_weights_by_hand():
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("sign", [-1.0, 1.0])
-@pytest.mark.parametrize("advantage", [-2.0, 0.0, 2.0])
-def test_extreme_responses_stay_finite(loss, sign, advantage):
-    """20,480 tokens, sequence log-ratio +-1000, spread evenly or in one token, in float32."""
-    even = torch.full((1, 20480), -1.0 + sign * 1000 / 20480)
-    single = torch.full((1, 20480), -1.0)
-    single[0, 7] += sign * 1000
-    trainer = torch.cat([even, single])
-    other, aggregation = torch.full_like(trainer, -1.0), Aggregation(normalizer=20480)
-    value, gradient, metrics = run(loss, trainer, other, [advantage] * 2, aggregation=aggregation)
-    assert gradient.isfinite().all() and all(map(math.isfinite, (value, *metrics.values()))), (value, metrics)
-
-
-@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 4)])
 def test_nothing_valid_gives_zero(loss, shape):
     junk = torch.full(shape, torch.nan)

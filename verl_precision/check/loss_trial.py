@@ -164,11 +164,8 @@ def _as_verl_calls(loss: Any, config: DictConfig, mode: str) -> Loss:
             dp_size=counts.dp_size, batch_num_tokens=counts.num_tokens, global_batch_size=counts.num_responses,
             loss_scale_factor=actor.loss_scale_factor,
         )  # fmt: skip
-        returned = loss(
-            old_log_prob=part.old_log_probs, log_prob=part.trainer_log_probs, advantages=part.advantages,
-            response_mask=part.response_mask, loss_agg_mode=mode, config=actor,
-            rollout_is_weights=part.rollout_is_weights,
-        )  # fmt: skip
+        new, old, advantages, mask, weights = part
+        returned = loss(**dict(zip(KEYWORDS, (old, new, advantages, mask, mode, actor, weights), strict=True)))
         pair = tuple(returned) if isinstance(returned, tuple | list) else ()
         if len(pair) != 2 or not isinstance(pair[0], Tensor) or not isinstance(pair[1], Mapping):
             kinds = f"({', '.join(type(each).__name__ for each in pair)})" if pair else type(returned).__name__
