@@ -1,6 +1,5 @@
 """`try_loss` by losses whose dependence is known by hand; it needs torch alone, and no host."""
 
-
 import pytest
 import torch
 

@@ -135,17 +135,14 @@ def _outcome(config: DictConfig, loss: Any, tried: TriedLoss) -> TriedLoss:
     except Exception:  # it may take float32 alone, which verl gives it
         batch = trial_batch(torch.float32, weighted)
         trial = try_loss(call, batch)
-    ignored = []
-    other = _as_verl_calls(loss, config, OTHER_MODE.get(mode, "token-sum"))
-    if not gradients_differ(call, other, batch):
-        ignored.append(AGGREGATION)
-    unweighted: Loss = lambda part, counts: call(part._replace(rollout_is_weights=None), counts)  # noqa: E731
-    if weighted and not gradients_differ(call, unweighted, batch):
-        ignored.append(WEIGHTS)
-    return replace(tried, trial=trial, ignored=tuple(ignored))
+    others = {AGGREGATION: _as_verl_calls(loss, config, OTHER_MODE.get(mode, "token-sum"))}
+    if weighted:
+        others[WEIGHTS] = _as_verl_calls(loss, config, mode, without_weights=True)
+    ignored = tuple(setting for setting, other in others.items() if not gradients_differ(call, other, batch))
+    return replace(tried, trial=trial, ignored=ignored)
 
 
-def _as_verl_calls(loss: Any, config: DictConfig, mode: str) -> Loss:
+def _as_verl_calls(loss: Any, config: DictConfig, mode: str, without_weights: bool = False) -> Loss:
     """Return a loss as verl's `ppo_loss` calls it: by keyword, with its typed config, which has the global counts.
 
     Without its constant the `norm` mode divides by a width, which a rule of its own says; here it has one.
@@ -164,7 +161,7 @@ def _as_verl_calls(loss: Any, config: DictConfig, mode: str) -> Loss:
             dp_size=counts.dp_size, batch_num_tokens=counts.num_tokens, global_batch_size=counts.num_responses,
             loss_scale_factor=actor.loss_scale_factor,
         )  # fmt: skip
-        new, old, advantages, mask, weights = part
+        new, old, advantages, mask, weights = part._replace(rollout_is_weights=None) if without_weights else part
         returned = loss(**dict(zip(KEYWORDS, (old, new, advantages, mask, mode, actor, weights), strict=True)))
         pair = tuple(returned) if isinstance(returned, tuple | list) else ()
         if len(pair) != 2 or not isinstance(pair[0], Tensor) or not isinstance(pair[1], Mapping):

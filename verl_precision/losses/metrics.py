@@ -68,8 +68,8 @@ class WeightStatistic(Statistic):
 
     def value(self) -> float:
         """Return the number; NaN for the effective sample size of what does not decide."""
-        unit = "responses" if self.one_each else "tokens"
-        total, squares, n = getattr(self, unit)
+        unit, sums = ("responses", self.responses) if self.one_each else ("tokens", self.tokens)
+        total, squares, n = sums
         if self.number == "mean":
             return (total / n).item()
         return EffectiveSampleSize(total, squares, n).value() if self.number == unit else math.nan

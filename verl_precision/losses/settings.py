@@ -72,8 +72,10 @@ class LossSettings:
         if "rejection_threshold" in parameters:
             value = correction.get("rollout_rs_threshold")
             found["rejection_threshold"] = require_divergence(value, REJECTION_THRESHOLD)
-        clip_range = dict(zip(("clip_low", "clip_high"), clip_bounds(actor), strict=True))
-        return cls(**found, **{name: bound for name, bound in clip_range.items() if name in parameters})
+        for side, name in enumerate(("clip_low", "clip_high")):
+            if name in parameters:
+                found[name] = clip_bounds(actor)[side]
+        return cls(**found)
 
     def arguments(self) -> dict[str, float]:
         """Return what a loss is called with, by name."""

@@ -69,42 +69,37 @@ class Limit(NamedTuple):
     allowed: str
 
 
-class Watch(NamedTuple):
+class Watch:
     """What raises an alarm: limits, of which any counts, and the patience that they share."""
 
-    patience: Persistence
-    limits: list[Limit]
+    def __init__(self, steps: int, *limits: Limit) -> None:
+        self.patience, self.limits = Persistence(steps, returns=True), limits
 
 
 def _watched(s: AlarmSettings) -> dict[str, Watch]:
     """Return of each alarm what raises it, after how many measurements in a row."""
-
-    def after(steps: int, *limits: Limit) -> Watch:
-        return Watch(Persistence(steps, returns=True), [*limits])
-
     share, gap = f"allowed up to {s.affected_fraction:g} of the tokens", f"allowed within ±{s.extreme_gap:g}"
     clipped = Limit(names.PHANTOM_CLIPPED, lambda x: x > s.affected_fraction, share)
     overflow = f"allowed in fewer than {s.skipped_steps} steps in a row, and than one in {EVERY}"
     scale = f"minimum {s.loss_scale_minimum:g}"
-    pearson, apart = f"one policy has at least {s.sync_pearson:g}", f"one policy has at most {s.sync_gap:g} nats"
+    apart = (
+        Limit(names.PROBS_PEARSON, lambda x: x < s.sync_pearson, f"one policy has at least {s.sync_pearson:g}"),
+        Limit(names.LOG_PROB_GAP, lambda x: x > s.sync_gap, f"one policy has at most {s.sync_gap:g} nats"),
+    )
     few, most = f"allowed down to {s.effective_fraction:g} of the ", 1 - s.effective_fraction
     rejected = Limit(names.REJECTED_TOKENS, lambda x: x > most, f"allowed up to {most:g} of the tokens")
     # Weights of 0 and 1 have an effective sample size too: what verl's rejection keeps.
     sizes = [Limit(key, lambda x: x < s.effective_fraction, few + unit) for key, unit in names.SAMPLE_SIZES.items()]
     extremes = [Limit(key, lambda x: abs(x) > s.extreme_gap, gap) for key in (names.PROB_GAP_MIN, names.PROB_GAP_MAX)]
     return {
-        **{name: after(NOT_FINITE_STEPS, Limit(key, lambda x: x > 0, "allowed 0")) for name, key in NOT_FINITE.items()},
-        "extreme_prob_gap": after(s.persist_steps, *extremes),
-        "phantom_clipping": after(s.persist_steps, clipped),
-        "low_effective_sample_size": after(s.persist_steps, *sizes, rejected),
-        "repeated_overflow": after(s.skipped_steps, Limit(names.SKIPPED_STEPS, lambda x: x > 0, overflow)),
-        "loss_scale_at_minimum": after(1, Limit(names.LOSS_SCALE, lambda x: x <= s.loss_scale_minimum, scale)),
+        **{name: Watch(NOT_FINITE_STEPS, Limit(key, lambda x: x > 0, "allowed 0")) for name, key in NOT_FINITE.items()},
+        "extreme_prob_gap": Watch(s.persist_steps, *extremes),
+        "phantom_clipping": Watch(s.persist_steps, clipped),
+        "low_effective_sample_size": Watch(s.persist_steps, *sizes, rejected),
+        "repeated_overflow": Watch(s.skipped_steps, Limit(names.SKIPPED_STEPS, lambda x: x > 0, overflow)),
+        "loss_scale_at_minimum": Watch(1, Limit(names.LOSS_SCALE, lambda x: x <= s.loss_scale_minimum, scale)),
         # One step with a policy that is not the trainer's is enough to look; two rule out a batch of a few tokens.
-        "policies_differ": after(
-            2,
-            Limit(names.PROBS_PEARSON, lambda x: x < s.sync_pearson, pearson),
-            Limit(names.LOG_PROB_GAP, lambda x: x > s.sync_gap, apart),
-        ),
+        "policies_differ": Watch(2, *apart),
     }
 
 
@@ -152,13 +147,13 @@ class MismatchAlarm:
             value = names.of_current_version(metrics, metric)
             if value is not None and growth.update(step, value):
                 raised.append(self._alarm(name, metric, value, growth.normal(), step, growth))
-        for name, (patience, limits) in self._watched.items():
-            values = ((names.value_of(metrics, limit.metric), limit) for limit in limits)
+        for name, watch in self._watched.items():
+            values = ((names.value_of(metrics, limit.metric), limit) for limit in watch.limits)
             found = [(limit.beyond(x), x, limit) for x, limit in values if x is not None and not math.isnan(x)]
             if found:
                 beyond, value, limit = max(found, key=lambda item: item[0])  # the first beyond, or else the first
-                if patience.update(step, beyond):
-                    raised.append(self._alarm(name, limit.metric, value, limit.allowed, step, patience))
+                if watch.patience.update(step, beyond):
+                    raised.append(self._alarm(name, limit.metric, value, limit.allowed, step, watch.patience))
         return raised
 
     def state_dict(self) -> dict[str, Any]:

@@ -46,19 +46,19 @@ def _own_weights(
     rollout_is_batch_normalize: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
     require_plain_weights(rollout_is_batch_normalize, rollout_is)
-    level = WEIGHT_KINDS[rollout_is]
-    level.bounds(rollout_is_threshold, WEIGHT_THRESHOLD)
-    policies = _log_probs.get() if level.of_log_probs else (log_ratio,)
-    weights_BT = level.weights(*policies, response_mask, rollout_is_threshold)
+    kind = WEIGHT_KINDS[rollout_is]
+    kind.bounds(rollout_is_threshold, WEIGHT_THRESHOLD)
+    policies = _log_probs.get() if kind.of_log_probs else (log_ratio,)
+    weights_BT = kind.weights(*policies, response_mask, rollout_is_threshold)
     valid_BT = response_mask.bool()
     rows_B = valid_BT.any(dim=-1)
     weights, counted = weights_BT, valid_BT
-    if level.of_responses:  # one weight per response: at every token that counts, and 0 at the others
+    if kind.of_responses:  # one weight per response: at every token that counts, and 0 at the others
         weights, counted = weights_BT.amax(dim=-1), rows_B
     beyond = weights == 0
-    if level.bounds is require_threshold:  # what has a tiny ratio has a weight of 0 too
+    if kind.bounds is require_threshold:  # what has a tiny ratio has a weight of 0 too
         log_of = torch.where(valid_BT, log_ratio, 0)
-        log_of = log_of.sum(dim=-1, dtype=torch.float64) if level.of_responses else log_of
+        log_of = log_of.sum(dim=-1, dtype=torch.float64) if kind.of_responses else log_of
         beyond = log_of > math.log(require_threshold(rollout_is_threshold))
     statistics = weight_statistics(weights, counted & weights.isfinite())
     numbers = {name.replace("actor/is_weight", "rollout_is"): item.value() for name, item in statistics.items()}
