@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from loss_calls import PER_TOKEN, run
+from plain_equations import random_case
 
 from verl_precision import losses
 from verl_precision.base.errors import ConfigurationError
@@ -115,6 +116,18 @@ def test_nonfinite_response_is_left_out_counted_and_in_the_denominator(loss, bro
     assert math.isfinite(value) and metrics["actor/nonfinite_responses"] == 1
     assert not gradient[1].any()
     assert torch.equal(gradient[[0, 2]], clean[[0, 2]]), "the others are as they were: N is still 3"
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_tokens_that_are_kept_are_those_with_a_gradient(loss):
+    case = random_case(0, spread=1.0)
+    trainer = case.trainer.clone().requires_grad_()
+    output = loss(trainer, case.rollout, case.advantages, case.mask, aggregation=PER_TOKEN)
+    output.loss.backward()
+    assert torch.equal(output.kept, trainer.grad != 0)
+    for mask in (output.clipped, output.truncated):
+        assert mask is None or (mask.any() and not (mask & ~case.mask).any())
+    assert output.clipped is None or not (output.clipped & output.kept).any()
 
 
 @pytest.mark.parametrize("loss", LOSSES)
