@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from verl_precision.tools.kept_tokens.decisions import Estimator
+from verl_precision.losses.in_use import LossInUse
 from verl_precision.tools.kept_tokens.kept_file import DECISIONS, KeptResponse
 
-GRPO = Estimator("grpo, bypass mode", "vp_grpo", {"clip_low": 0.2, "clip_high": 0.28})
+GRPO = LossInUse("grpo, bypass mode", "vp_grpo", {"clip_low": 0.2, "clip_high": 0.28})
 
 
 def response(step: int = 1, tokens: int = 5, text: bool = True, seed: int = 0, **changes) -> KeptResponse:

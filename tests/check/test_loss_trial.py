@@ -5,7 +5,6 @@ import random
 import re
 import sys
 import time
-from dataclasses import replace
 from functools import partial, wraps
 
 import numpy
@@ -69,8 +68,9 @@ def test_the_page_says_how_far_gspo_is_from_its_paper(root):
             POLICY_LOSS_REGISTRY["gspo"], config, config.actor_rollout_ref.actor.loss_agg_mode
         )
         batch = trial_batch()
-        leaf = batch.log_probs.clone().requires_grad_()
-        call(replace(batch, log_probs=leaf), Counts(len(batch.mask), int(batch.mask.sum()))).backward()
+        leaf = batch.trainer_log_probs.clone().requires_grad_()
+        counts = Counts(len(batch.response_mask), int(batch.response_mask.sum()))
+        call(batch._replace(trainer_log_probs=leaf), counts).backward()
         gradients.append(leaf.grad)
     default, aggregated, paper = gradients
     apart = [f"{float((default - other).norm() / other.norm()):.2f}" for other in (aggregated, paper)]
@@ -99,38 +99,17 @@ def test_no_aggregation_makes_a_difference(name, mode):
     assert tried.ignored == ((AGGREGATION,) if name == "geo_mean" else ())
 
 
-def test_two_trials_are_one():
-    config = config_of("clip_cov")
-    assert tried_loss(config) == tried_loss(config)
-
-
-def test_nothing_of_a_trial_is_left():
+def test_two_trials_are_one_and_nothing_of_them_is_left():
     torch.manual_seed(3), random.seed(3), numpy.random.seed(3)
     config = config_of("clip_cov")
-    before = (
-        torch.random.get_rng_state(),
-        random.getstate(),
-        numpy.random.get_state()[1].tolist(),
-        OmegaConf.to_yaml(config),
-    )
-    owners, grad, threads = dict(POLICY_LOSS_REGISTRY), torch.is_grad_enabled(), torch.get_num_threads()
-    tried_loss(config)
-    after = (
-        torch.random.get_rng_state(),
-        random.getstate(),
-        numpy.random.get_state()[1].tolist(),
-        OmegaConf.to_yaml(config),
-    )
-    assert torch.equal(before[0], after[0]) and before[1:] == after[1:] and owners == POLICY_LOSS_REGISTRY
-    assert (torch.is_grad_enabled(), torch.get_num_threads()) == (grad, threads)
 
+    def state():
+        drawn = torch.random.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
+        settings = torch.is_grad_enabled(), torch.get_num_threads(), OmegaConf.to_yaml(config)
+        return *drawn, *settings, dict(POLICY_LOSS_REGISTRY)
 
-def test_a_trial_is_cheap():
-    config = config_of("gspo")
-    tried_loss(config)
-    start = time.process_time()
-    tried_loss(config)
-    assert time.process_time() - start < 0.5
+    before = state()
+    assert tried_loss(config) == tried_loss(config) and state() == before
 
 
 def test_a_loss_of_verls_that_raises_says_why():
@@ -162,8 +141,8 @@ def local_mean(new, old, advantages, mask, mode, config, weights):
     return (ratio(new, old, advantages) * mask).sum() / mask.sum(), {}
 
 
-def without_weights(new, old, advantages, mask, mode, config, weights):
-    return sound(new, old, advantages, mask, mode, config, None)
+def without_weights(*given):
+    return sound(*given[:-1], None)
 
 
 def without_ranks(new, old, advantages, mask, mode, config, weights):
@@ -175,44 +154,19 @@ def without_mask(new, old, advantages, mask, mode, config, weights):
     return ratio(new, old, advantages).sum() / info["batch_num_tokens"] * info["dp_size"], {}
 
 
-def normalised(new, old, advantages, mask, mode, config, weights):
+def normalised(new, old, advantages, mask, *others):
     advantages = (advantages - advantages[mask].mean()) / advantages[mask].std()  # NaN of a single token
-    return sound(new, old, advantages, mask, mode, config, weights)
+    return sound(new, old, advantages, mask, *others)
 
 
-def nan(new, old, advantages, mask, mode, config, weights):
-    return new.sum() * float("nan"), {}
-
-
-def nan_value(new, old, advantages, mask, mode, config, weights):
-    return new.sum() + float("inf"), {}
-
-
-def writing(new, old, advantages, mask, mode, config, weights):
-    new.mul_(0.5), advantages.mul_(2)
-    return sound(new, old, advantages, mask, mode, config, weights)
-
-
-def drawing(new, old, advantages, mask, mode, config, weights):
-    return sound(new, old, advantages * (torch.rand_like(new) < 0.8), mask, mode, config, weights)
-
-
-def drawing_elsewhere(new, old, advantages, mask, mode, config, weights):
-    return sound(new, old, advantages * random.random(), mask, mode, config, weights)
-
-
-def in_float32(new, old, advantages, mask, mode, config, weights):
+def in_float32(new, *others):
     assert new.dtype == torch.float32
-    return sound(new, old, advantages, mask, mode, config, weights)
+    return sound(new, *others)
 
 
-def printing(new, old, advantages, mask, mode, config, weights):
+def printing(*given):
     print("printed"), os.write(1, b"written"), os.write(2, b"written"), os.system("echo said")
-    return sound(new, old, advantages, mask, mode, config, weights)
-
-
-def with_threads(new, old, advantages, mask, mode, config, weights):
-    return sound(new, old, advantages * product_on_two_threads(), mask, mode, config, weights)
+    return sound(*given)
 
 
 def product_on_two_threads():
@@ -224,45 +178,39 @@ def raising(*given):
     raise RuntimeError("no\nGPU")
 
 
-def without_end(*given):
-    time.sleep(600)
-
-
-def ending(*given):
-    os._exit(7)
-
-
-def exiting(*given):
-    sys.exit(5)
-
-
-def killed(*given):
-    os.kill(os.getpid(), 9)
+def scaled(factor):
+    """Return a sound loss of advantages times what is drawn, or computed, at each call."""
+    return lambda new, old, advantages, *others: sound(new, old, advantages * factor(new), *others)
 
 
 OWN = {
-    sound: {}, in_float32: {}, printing: {}, with_threads: {},
-    local_mean: {"cut": True},
-    without_ranks: {"ranks": 0.5},
-    without_mask: {"masked": True},
-    normalised: {"nonfinite": "8 micro-batches"},
-    nan: {"nonfinite": "the whole batch"},
-    nan_value: {"nonfinite": "the whole batch"},
-    writing: {"changed": ("advantages", "log_probs")},
-    drawing: {"random": True}, drawing_elsewhere: {"random": True},
-    raising: {"problem": "it raises RuntimeError: no GPU"},
-    without_end: {"problem": "it has not returned within 5 seconds"},
-    ending: {"problem": "its process ended with exit code 7"},
-    exiting: {"problem": "its process ended with exit code 5"},
-    killed: {"problem": "its process ended with exit code -9"},
-    (lambda *given: 1.0): {"unusable": "it returns float, and verl unpacks a tensor and a dictionary"},
-    (lambda *given: None): {"unusable": "it returns NoneType"},
-    (lambda *given: sound(*given)[0]): {"unusable": "it returns Tensor"},
-    (lambda *given: (1.0, {})): {"unusable": "it returns (float, dict)"},
-    (lambda *given: (given[0].sum(), None)): {"unusable": "it returns (Tensor, NoneType)"},
-    (lambda *given: (given[0], {})): {"unusable": "it returns a tensor of shape (8, 16)"},
-    (lambda *given: (given[1].sum(), {})): {"unusable": "it returns a tensor without a gradient"},
-    (lambda *given: (given[0].sum() * 0, {})): {"unusable": "its gradient is 0 everywhere"},
+    "sound": (sound, {}), "in_float32": (in_float32, {}), "printing": (printing, {}),
+    "with_threads": (scaled(lambda new: product_on_two_threads()), {}),
+    "local_mean": (local_mean, {"cut": True}),
+    "without_ranks": (without_ranks, {"ranks": 0.5}),
+    "without_mask": (without_mask, {"masked": True}),
+    "normalised": (normalised, {"nonfinite": "8 micro-batches"}),
+    "nan": (lambda new, *others: (new.sum() * float("nan"), {}), {"nonfinite": "the whole batch"}),
+    "nan_value": (lambda new, *others: (new.sum() + float("inf"), {}), {"nonfinite": "the whole batch"}),
+    "writing": (
+        lambda new, old, advantages, *others: sound(new.mul_(0.5), old, advantages.mul_(2), *others),
+        {"changed": ("advantages", "trainer_log_probs")},
+    ),
+    "drawing": (scaled(lambda new: torch.rand_like(new) < 0.8), {"random": True}),
+    "drawing_elsewhere": (scaled(lambda new: random.random()), {"random": True}),
+    "raising": (raising, {"problem": "it raises RuntimeError: no GPU"}),
+    "without_end": (lambda *given: time.sleep(600), {"problem": "it has not returned within 5 seconds"}),
+    "ending": (lambda *given: os._exit(7), {"problem": "its process ended with exit code 7"}),
+    "exiting": (lambda *given: sys.exit(5), {"problem": "its process ended with exit code 5"}),
+    "killed": (lambda *given: os.kill(os.getpid(), 9), {"problem": "its process ended with exit code -9"}),
+    "a number": (lambda *given: 1.0, {"unusable": "it returns float, and verl unpacks a tensor and a dictionary"}),
+    "nothing": (lambda *given: None, {"unusable": "it returns NoneType"}),
+    "a tensor": (lambda *given: sound(*given)[0], {"unusable": "it returns Tensor"}),
+    "a number and metrics": (lambda *given: (1.0, {}), {"unusable": "it returns (float, dict)"}),
+    "no metrics": (lambda *given: (given[0].sum(), None), {"unusable": "it returns (Tensor, NoneType)"}),
+    "no scalar": (lambda *given: (given[0], {}), {"unusable": "it returns a tensor of shape (8, 16)"}),
+    "no gradient": (lambda *given: (given[1].sum(), {}), {"unusable": "it returns a tensor without a gradient"}),
+    "zero": (lambda *given: (given[0].sum() * 0, {}), {"unusable": "its gradient is 0 everywhere"}),
 }  # fmt: skip
 
 
@@ -274,20 +222,21 @@ def as_verls(function):
     return loss
 
 
-@pytest.mark.parametrize("own", OWN, ids=lambda own: own.__name__)
-def test_somebodys_own_loss(own, monkeypatch, capfd):
+@pytest.mark.parametrize("name", OWN)
+def test_somebodys_own_loss(name, monkeypatch, capfd):
+    own, expected = OWN[name]
     monkeypatch.setitem(POLICY_LOSS_REGISTRY, "own", as_verls(own))
-    monkeypatch.setattr(loss_trial, "SECONDS", 5.0 if own is without_end else 120.0)  # others are waited for
+    monkeypatch.setattr(loss_trial, "SECONDS", 5.0 if name == "without_end" else 120.0)  # others are waited for
     tried = tried_loss(config_of("own"))
-    expected = dict(OWN[own])
-    assert tried.problem.startswith(expected.pop("problem", "")) and bool(tried.problem) == ("problem" in OWN[own])
-    assert tried.unusable.startswith(expected.pop("unusable", "")) and bool(tried.unusable) == ("unusable" in OWN[own])
+    for field in ("problem", "unusable"):
+        said = getattr(tried, field)
+        assert said.startswith(expected.get(field, "")) and bool(said) == (field in expected)
     assert (tried.trial is None) == bool(tried.problem or tried.unusable)
-    if tried.trial is not None and not expected.get("nonfinite"):
-        assert (min(tried.trial.cuts.values()) > 0.9) == expected.pop("cut", False) or tried.trial.changed
-        assert (tried.trial.masked > 0.1) == expected.pop("masked", False)
-    for field, value in expected.items():
-        assert getattr(tried.trial, field) == pytest.approx(value), field
+    if tried.trial is not None and "nonfinite" not in expected:
+        assert (min(tried.trial.cuts.values()) > 0.9) == ("cut" in expected) or tried.trial.changed
+        assert (tried.trial.masked > 0.1) == ("masked" in expected)
+    for field in {"ranks", "nonfinite", "changed", "random"} & expected.keys():
+        assert getattr(tried.trial, field) == pytest.approx(expected[field]), field
     assert tried.problem or tried.owner.startswith(f"{__name__}.as_verls")
     assert capfd.readouterr() == ("", "")
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from composer import actor_config
-from conftest import call, composed
+from loss_calls import call, composed
 from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 

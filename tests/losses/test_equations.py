@@ -13,7 +13,7 @@ import math
 import pytest
 import torch
 from composer import actor_config
-from conftest import ESTIMATORS, OURS, composed, gradient_through_verl, loss_through_verl
+from loss_calls import ESTIMATORS, OURS, composed, gradient_through_verl, loss_through_verl
 from plain_equations import case_for, plain_gradient, random_case, relative_error
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from conftest import ESTIMATORS, VERL_DEFAULT, loss_through_verl
+from loss_calls import ESTIMATORS, VERL_DEFAULT, loss_through_verl
 from plain_equations import Case, case_for, relative_error
 from torch import Tensor
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import corrected, loss_through_verl
+from loss_calls import corrected, loss_through_verl
 from plain_equations import random_case
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights as wrapped
 

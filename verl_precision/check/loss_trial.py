@@ -27,7 +27,6 @@ from verl_precision.check.rules.rule import TriedLoss
 from verl_precision.integration.ledger import lost_symbols
 from verl_precision.losses.invariance import (
     LENGTHS,
-    Batch,
     Counts,
     Loss,
     UnusableLossError,
@@ -35,7 +34,7 @@ from verl_precision.losses.invariance import (
     trial_batch,
     try_loss,
 )
-from verl_precision.losses.registry import POLICY_LOSSES
+from verl_precision.losses.registry import POLICY_LOSSES, LossInputs
 from verl_precision.losses.settings import NORM_MODE
 
 ACTOR = "actor_rollout_ref.actor"
@@ -136,16 +135,14 @@ def _outcome(config: DictConfig, loss: Any, tried: TriedLoss) -> TriedLoss:
     except Exception:  # it may take float32 alone, which verl gives it
         batch = trial_batch(torch.float32, weighted)
         trial = try_loss(call, batch)
-    ignored = []
-    other = _as_verl_calls(loss, config, OTHER_MODE.get(mode, "token-sum"))
-    if not gradients_differ(call, other, batch):
-        ignored.append(AGGREGATION)
-    if weighted and not gradients_differ(call, lambda part, counts: call(replace(part, weights=None), counts), batch):
-        ignored.append(WEIGHTS)
-    return replace(tried, trial=trial, ignored=tuple(ignored))
+    others = {AGGREGATION: _as_verl_calls(loss, config, OTHER_MODE.get(mode, "token-sum"))}
+    if weighted:
+        others[WEIGHTS] = _as_verl_calls(loss, config, mode, without_weights=True)
+    ignored = tuple(setting for setting, other in others.items() if not gradients_differ(call, other, batch))
+    return replace(tried, trial=trial, ignored=ignored)
 
 
-def _as_verl_calls(loss: Any, config: DictConfig, mode: str) -> Loss:
+def _as_verl_calls(loss: Any, config: DictConfig, mode: str, without_weights: bool = False) -> Loss:
     """Return a loss as verl's `ppo_loss` calls it: by keyword, with its typed config, which has the global counts.
 
     Without its constant the `norm` mode divides by a width, which a rule of its own says; here it has one.
@@ -159,13 +156,13 @@ def _as_verl_calls(loss: Any, config: DictConfig, mode: str) -> Loss:
             node.loss_scale_factor = max(LENGTHS)
     actor: Any = omega_conf_to_dataclass(node)
 
-    def call(part: Batch, counts: Counts) -> Tensor:
+    def call(part: LossInputs, counts: Counts) -> Tensor:
         actor.global_batch_info.update(
             dp_size=counts.dp_size, batch_num_tokens=counts.num_tokens, global_batch_size=counts.num_responses,
             loss_scale_factor=actor.loss_scale_factor,
         )  # fmt: skip
-        given = part.old_log_probs, part.log_probs, part.advantages, part.mask, mode, actor, part.weights
-        returned = loss(**dict(zip(KEYWORDS, given, strict=True)))
+        new, old, advantages, mask, weights = part._replace(rollout_is_weights=None) if without_weights else part
+        returned = loss(**dict(zip(KEYWORDS, (old, new, advantages, mask, mode, actor, weights), strict=True)))
         pair = tuple(returned) if isinstance(returned, tuple | list) else ()
         if len(pair) != 2 or not isinstance(pair[0], Tensor) or not isinstance(pair[1], Mapping):
             kinds = f"({', '.join(type(each).__name__ for each in pair)})" if pair else type(returned).__name__

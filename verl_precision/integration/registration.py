@@ -21,7 +21,7 @@ from verl_precision.base.files import table_of
 from verl_precision.base.versions import installed_version, require_tested
 from verl_precision.integration.ledger import CORE, check_module, is_lost, modules_to_check
 from verl_precision.losses.registry import POLICY_LOSSES
-from verl_precision.losses.rollout_weights import LEVELS
+from verl_precision.losses.rollout_weights import WEIGHT_KINDS
 
 logger = logging.getLogger("verl_precision")
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -47,7 +47,7 @@ class Registration(NamedTuple):
 
 
 _ROWS = table_of(__file__, "registrations.yaml")
-_NAMES = {"losses": ", ".join(sorted(POLICY_LOSSES)), "weights": ", ".join(LEVELS)}
+_NAMES = {"losses": ", ".join(sorted(POLICY_LOSSES)), "weights": ", ".join(WEIGHT_KINDS)}
 REGISTRATIONS = tuple(Registration(what.format(**_NAMES), *where) for what, *where in _ROWS)
 
 _done: list[str] = []

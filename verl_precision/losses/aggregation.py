@@ -60,29 +60,21 @@ class Aggregation:
     def __post_init__(self) -> None:
         """Check the bounds; `Raises` above."""
         if self.mode not in MODES:
-            raise ConfigurationError(
-                "no such aggregation",
-                setting="mode",
-                value=self.mode,
-                allowed=", ".join(MODES),
-                remedy=f"Pass {NORM_MODE!r} for Dr.GRPO.",
-            )
+            remedy = f"Pass {NORM_MODE!r} for Dr.GRPO."
+            raise ConfigurationError(setting="mode", value=self.mode, allowed=", ".join(MODES), remedy=remedy)
         if self.mode == NORM_MODE:
             _require_constant(self.normalizer)
         for setting, value in (("dp_size", self.dp_size), ("num_responses", self.num_responses)):
             if value is not None and value < 1:
                 remedy = "Pass what the mini-batch has."
                 raise ConfigurationError(setting=setting, value=value, allowed="1 or more", remedy=remedy)
-        needed, verl_name = "num_responses", "global_batch_size"
-        if self.mode == "token-mean":
-            needed, verl_name = "num_tokens", "batch_num_tokens"
+        needed = "num_tokens" if self.mode == "token-mean" else "num_responses"
         if self.dp_size > 1 and self.mode != "token-sum" and getattr(self, needed) is None:
             raise ConfigurationError(
-                f"with dp_size={self.dp_size} one rank cannot know the global mini-batch, and dividing by its own "
-                "share changes the gradient",
+                f"with dp_size={self.dp_size} dividing by the share of one rank changes the gradient",
                 setting=needed,
-                allowed="the count over all ranks",
-                remedy=f"Pass {needed} (verl: config.global_batch_info[{verl_name!r}]).",
+                allowed="the count over all ranks (verl: config.global_batch_info)",
+                remedy=f"Pass {needed}.",
             )
 
 

@@ -4,9 +4,9 @@ from torch import Tensor
 
 from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.clipping import Ratio
-from verl_precision.losses.grpo import surrogate_loss
-from verl_precision.losses.metrics import LossOutput, fraction
-from verl_precision.losses.ratios import bounded_exp, checked_batch
+from verl_precision.losses.grpo import weighted_loss
+from verl_precision.losses.metrics import LossOutput
+from verl_precision.losses.ratios import bounded, checked_batch
 from verl_precision.losses.registry import policy_loss
 from verl_precision.losses.settings import require_clip_range
 
@@ -18,16 +18,9 @@ from verl_precision.losses.settings import require_clip_range
     Ratio("token"),
 )
 def cispo(
-    trainer_log_probs: Tensor,
-    proximal_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    aggregation: Aggregation,
-    clip_low: float = 1.0,
-    clip_high: float = 5.0,
-    rollout_is_weights: Tensor | None = None,
-) -> LossOutput:
+    trainer_log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
+    aggregation: Aggregation, clip_low: float = 1.0, clip_high: float = 5.0, rollout_is_weights: Tensor | None = None,
+) -> LossOutput:  # fmt: skip
     """Clipped importance-sampling policy optimisation.
 
         ∇J = Σₜ wₜ clip(rₜ, 1-ε_low, 1+ε_high) A ∇log π(yₜ; θ),   rₜ = π(yₜ; θ) / π(yₜ; θ')
@@ -44,8 +37,7 @@ def cispo(
     """
     low, high = require_clip_range(clip_low, clip_high)
     batch = checked_batch(trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights)
-    ratio_BT = bounded_exp(batch.log_ratio_BT, batch.log_ratio_BT.dtype)
+    ratio_BT = batch.ratio_BT
     bounded_BT = ratio_BT.clamp(1 - low, 1 + high)
-    output = surrogate_loss(trainer_log_probs, bounded_BT, batch, aggregation, None)
-    at_bound = fraction((ratio_BT != bounded_BT) & batch.valid_BT, batch.lengths_B)
-    return LossOutput(output.loss, {**output.metrics, "actor/truncated_fraction": at_bound})
+    objective_BT = bounded(bounded_BT * batch.advantages_BT)
+    return weighted_loss(batch, bounded_BT, objective_BT, objective_BT, aggregation, truncated=ratio_BT != bounded_BT)

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from verl_precision.losses.settings import clip_bounds
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -61,7 +63,7 @@ class ClipRange(NamedTuple):
     high: float  # clipped above if it is positive
     dual: float = math.inf  # clipped above if it is negative
 
-    def silences(self, log_ratio: "Tensor", advantages: "Tensor") -> "Tensor":
+    def has_no_gradient(self, log_ratio: "Tensor", advantages: "Tensor") -> "Tensor":
         """Return where a token of this log-ratio, of a token or a response, and this advantage loses its gradient."""
         beyond = (log_ratio < self.low) | (log_ratio > self.dual)
         return ((log_ratio > self.high) & (advantages > 0)) | (beyond & (advantages < 0))
@@ -71,8 +73,7 @@ def clip_range(ratio: Ratio, actor: Mapping[str, Any]) -> ClipRange | None:
     """Return where a loss with this ratio clips, given the config's `actor_rollout_ref.actor`; None: it does not."""
     if ratio.clip is None:
         return None
-    low, high = (actor.get(f"clip_ratio_{side}") for side in ("low", "high"))
-    low, high = (float(actor["clip_ratio"] if bound is None else bound) for bound in (low, high))
+    low, high = clip_bounds(actor)
     sequence = ratio.level == "sequence"
     if ratio.clip == "log":
         return ClipRange(sequence, -low, high)

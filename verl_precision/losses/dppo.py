@@ -17,9 +17,9 @@ from torch import Tensor
 
 from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.clipping import Ratio
-from verl_precision.losses.grpo import clip_fractions, weighted_loss
-from verl_precision.losses.metrics import LossOutput, fraction, weight_statistics
-from verl_precision.losses.ratios import bounded, bounded_exp, checked_batch
+from verl_precision.losses.grpo import weighted_loss
+from verl_precision.losses.metrics import LossOutput, weight_statistics
+from verl_precision.losses.ratios import Batch, bounded, checked_batch
 from verl_precision.losses.registry import policy_loss
 from verl_precision.losses.settings import require_clip_range, require_threshold
 
@@ -33,16 +33,9 @@ OF_THE_TOKEN = Ratio("token", decoupled=None)  # the clip range bounds a diverge
     OF_THE_TOKEN,
 )
 def dppo_tv(
-    trainer_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    aggregation: Aggregation,
-    threshold: float = 20.0,
-    clip_low: float = 0.15,
-    clip_high: float = 0.15,
-) -> LossOutput:
+    trainer_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
+    aggregation: Aggregation, threshold: float = 20.0, clip_low: float = 0.15, clip_high: float = 0.15,
+) -> LossOutput:  # fmt: skip
     """Divergence proximal policy optimisation, with the total variation of "this token or another one".
 
         ∇J = Σₜ Mₜ min(rₜ, C) A ∇log π(yₜ; θ),   rₜ = π(yₜ; θ) / μ(yₜ; θ')
@@ -57,8 +50,10 @@ def dppo_tv(
     `actor/clip_fraction_*` are the masked tokens, `actor/truncated_fraction` is the share of tokens with rₜ > C,
     `actor/ratio_*` are of rₜ before C, `actor/is_weight_*` of Mₜ min(rₜ, C).
     """
-    arguments = (trainer_log_probs, rollout_log_probs, advantages, response_mask, aggregation, threshold)
-    return _trust_region(*arguments, binary_total_variation, require_clip_range(clip_low, clip_high))
+    batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")
+    return _trust_region(
+        batch, rollout_log_probs, aggregation, threshold, binary_total_variation, (clip_low, clip_high)
+    )
 
 
 @policy_loss(
@@ -68,16 +63,9 @@ def dppo_tv(
     OF_THE_TOKEN,
 )
 def dppo_kl(
-    trainer_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    aggregation: Aggregation,
-    threshold: float = 20.0,
-    clip_low: float = 0.05,
-    clip_high: float = 0.05,
-) -> LossOutput:
+    trainer_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
+    aggregation: Aggregation, threshold: float = 20.0, clip_low: float = 0.05, clip_high: float = 0.05,
+) -> LossOutput:  # fmt: skip
     """Divergence proximal policy optimisation, with the KL divergence of "this token or another one".
 
         ∇J = Σₜ Mₜ min(rₜ, C) A ∇log π(yₜ; θ),   rₜ = π(yₜ; θ) / μ(yₜ; θ')
@@ -90,8 +78,8 @@ def dppo_kl(
     Arguments, result and errors as in `dppo_tv`; δ_low in (0, 1] and δ_high > 0 are in nats. 1 - π is computed from
     log π without cancellation; where π rounds to 1 and μ does not, D is inf.
     """
-    arguments = (trainer_log_probs, rollout_log_probs, advantages, response_mask, aggregation, threshold)
-    return _trust_region(*arguments, binary_kl, require_clip_range(clip_low, clip_high))
+    batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")
+    return _trust_region(batch, rollout_log_probs, aggregation, threshold, binary_kl, (clip_low, clip_high))
 
 
 def binary_total_variation(trainer: Tensor, rollout: Tensor) -> Tensor:
@@ -111,26 +99,16 @@ def binary_kl(trainer: Tensor, rollout: Tensor) -> Tensor:
 
 
 def _trust_region(
-    trainer_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    aggregation: Aggregation,
-    threshold: float,
-    divergence: Callable[[Tensor, Tensor], Tensor],
-    region: tuple[float, float],
-) -> LossOutput:
+    batch: Batch, rollout_log_probs: Tensor, aggregation: Aggregation, threshold: float,
+    divergence: Callable[[Tensor, Tensor], Tensor], region: tuple[float, float],
+) -> LossOutput:  # fmt: skip
     """Return the loss with slope M min(r, C) A, where M is 0 for a divergence beyond `region` (δ_low, δ_high)."""
-    threshold = require_threshold(threshold)
-    batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")
-    dtype, (low, high) = batch.log_ratio_BT.dtype, region
-    divergence_BT = divergence(trainer_log_probs.detach().to(dtype), rollout_log_probs.detach().to(dtype))
+    threshold, (low, high) = require_threshold(threshold), require_clip_range(*region)
+    policies = (log_probs.detach().to(batch.dtype) for log_probs in (batch.trainer_log_probs, rollout_log_probs))
+    divergence_BT, ratio_BT = divergence(*policies), batch.ratio_BT
     outside_high_BT = (divergence_BT > high) & (batch.log_ratio_BT > 0) & (batch.advantages_BT > 0)
     outside_low_BT = (divergence_BT > low) & (batch.log_ratio_BT < 0) & (batch.advantages_BT < 0)
-    ratio_BT = bounded_exp(batch.log_ratio_BT, dtype)
     weight_BT = torch.where(outside_high_BT | outside_low_BT, 0, ratio_BT.clamp(max=threshold))
-    slope_BT = bounded(weight_BT * batch.advantages_BT)
-    metrics = clip_fractions(outside_high_BT, outside_low_BT, batch)
-    metrics["actor/truncated_fraction"] = fraction((ratio_BT > threshold) & batch.valid_BT, batch.lengths_B)
-    metrics |= weight_statistics(weight_BT, batch.valid_BT)
-    return weighted_loss(trainer_log_probs, ratio_BT, slope_BT, slope_BT, batch, aggregation, metrics)
+    slope_BT, masked = bounded(weight_BT * batch.advantages_BT), (outside_high_BT, outside_low_BT)
+    output = weighted_loss(batch, ratio_BT, slope_BT, slope_BT, aggregation, masked, ratio_BT > threshold)
+    return output.adding(weight_statistics(weight_BT, batch.valid_BT))._replace(clipped=None)

@@ -8,8 +8,6 @@ that turns a precision gap into a wrong gradient (docs/math.md, phantom clipping
 `surrogate_loss`, DPPO `weighted_loss`.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,7 @@ from verl_precision.losses import metrics as reported
 from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.clipping import NO_RATIO, Ratio
 from verl_precision.losses.metrics import LossOutput
-from verl_precision.losses.ratios import Batch, bounded, bounded_exp, checked_batch, loss_with_slope
+from verl_precision.losses.ratios import Batch, bounded, checked_batch, loss_with_slope
 from verl_precision.losses.registry import policy_loss
 from verl_precision.losses.settings import require_clip_range
 
@@ -29,16 +27,9 @@ from verl_precision.losses.settings import require_clip_range
     Ratio("token", "ratio"),
 )
 def grpo(
-    trainer_log_probs: Tensor,
-    proximal_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    aggregation: Aggregation,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    rollout_is_weights: Tensor | None = None,
-) -> LossOutput:
+    trainer_log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
+    aggregation: Aggregation, clip_low: float = 0.2, clip_high: float = 0.28, rollout_is_weights: Tensor | None = None,
+) -> LossOutput:  # fmt: skip
     """GRPO's clipped surrogate, without dual clip.
 
         ∇J = Σₜ wₜ ∇min(rₜA, clip(rₜ, 1-ε_low, 1+ε_high) A),   rₜ = π(yₜ; θ) / π(yₜ; θ')
@@ -80,8 +71,7 @@ def grpo(
         tensor([[-0.3684, -0.0000, -0.2022]])
     """
     batch = checked_batch(trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights)
-    ratio_BT = bounded_exp(batch.log_ratio_BT, batch.log_ratio_BT.dtype)
-    return surrogate_loss(trainer_log_probs, ratio_BT, batch, aggregation, require_clip_range(clip_low, clip_high))
+    return surrogate_loss(batch, batch.ratio_BT, aggregation, (clip_low, clip_high))
 
 
 @policy_loss(
@@ -91,14 +81,9 @@ def grpo(
     Ratio("token"),
 )
 def grpo_unclipped(
-    trainer_log_probs: Tensor,
-    proximal_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    aggregation: Aggregation,
-    rollout_is_weights: Tensor | None = None,
-) -> LossOutput:
+    trainer_log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
+    aggregation: Aggregation, rollout_is_weights: Tensor | None = None,
+) -> LossOutput:  # fmt: skip
     """GRPO's ratio without clipping: the precision gap stays in the ratio and can no longer choose a branch.
 
         ∇J = Σₜ wₜ ∇rₜA,   rₜ = π(yₜ; θ) / π(yₜ; θ')
@@ -107,22 +92,16 @@ def grpo_unclipped(
     clip range. Arguments, result and errors as in `grpo`.
     """
     batch = checked_batch(trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights)
-    ratio_BT = bounded_exp(batch.log_ratio_BT, batch.log_ratio_BT.dtype)
-    return surrogate_loss(trainer_log_probs, ratio_BT, batch, aggregation, None)
+    return surrogate_loss(batch, batch.ratio_BT, aggregation, None)
 
 
 @policy_loss(
     "vp_ratio_one", "intervention: grpo with the ratio set to 1", "arXiv 2510.26788 eq. (8) at r = 1", NO_RATIO
 )
 def ratio_one(
-    trainer_log_probs: Tensor,
-    proximal_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    aggregation: Aggregation,
-    rollout_is_weights: Tensor | None = None,
-) -> LossOutput:
+    trainer_log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
+    aggregation: Aggregation, rollout_is_weights: Tensor | None = None,
+) -> LossOutput:  # fmt: skip
     """Policy gradient with the ratio set to one: neither the precision gap nor the change of the policy is in it.
 
         ∇J = Σₜ wₜ ∇log π(yₜ; θ) A
@@ -131,15 +110,11 @@ def ratio_one(
     proximal log-probs enter the metrics only. Arguments, result and errors as in `grpo`; `actor/ratio_*` are 1.
     """
     batch = checked_batch(trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights)
-    return surrogate_loss(trainer_log_probs, torch.ones_like(batch.log_ratio_BT), batch, aggregation, None)
+    return surrogate_loss(batch, torch.ones_like(batch.log_ratio_BT), aggregation, None)
 
 
 def surrogate_loss(
-    trainer_log_probs: Tensor,
-    ratio: Tensor,
-    batch: Batch,
-    aggregation: Aggregation,
-    clip_range: tuple[float, float] | None,
+    batch: Batch, ratio: Tensor, aggregation: Aggregation, clip_range: tuple[float, float] | None
 ) -> LossOutput:
     """Return the loss of w min(rA, clip(r, 1-ε_low, 1+ε_high) A), or of w rA without clipping.
 
@@ -149,49 +124,42 @@ def surrogate_loss(
     """
     advantages_BT = batch.advantages_BT
     objective_BT = slope_BT = bounded(ratio * advantages_BT)
-    metrics: dict[str, reported.Statistic] = {}
-    if clip_range is not None:
-        low, high = clip_range
-        clipped_high_BT = (ratio > 1 + high) & (advantages_BT > 0)
-        clipped_low_BT = (ratio < 1 - low) & (advantages_BT < 0)
-        slope_BT = torch.where(clipped_high_BT | clipped_low_BT, 0, objective_BT)
-        objective_BT = torch.minimum(objective_BT, bounded(ratio.clamp(1 - low, 1 + high) * advantages_BT))
-        metrics = clip_fractions(clipped_high_BT, clipped_low_BT, batch)
-    return weighted_loss(trainer_log_probs, ratio, objective_BT, slope_BT, batch, aggregation, metrics)
+    if clip_range is None:
+        return weighted_loss(batch, ratio, objective_BT, slope_BT, aggregation)
+    low, high = require_clip_range(*clip_range)
+    clipped = (ratio > 1 + high) & (advantages_BT > 0), (ratio < 1 - low) & (advantages_BT < 0)
+    slope_BT = torch.where(clipped[0] | clipped[1], 0, objective_BT)
+    objective_BT = torch.minimum(objective_BT, bounded(ratio.clamp(1 - low, 1 + high) * advantages_BT))
+    return weighted_loss(batch, ratio, objective_BT, slope_BT, aggregation, clipped)
 
 
 def weighted_loss(
-    trainer_log_probs: Tensor,
-    ratio: Tensor,
-    objective_BT: Tensor,
-    slope_BT: Tensor,
-    batch: Batch,
-    aggregation: Aggregation,
-    metrics: Mapping[str, reported.Statistic],
-) -> LossOutput:
-    """Return the loss of w times an objective with a given slope, and the metrics of every loss with a ratio.
+    batch: Batch, ratio: Tensor, objective_BT: Tensor, slope_BT: Tensor, aggregation: Aggregation,
+    clipped: tuple[Tensor, Tensor] | None = None, truncated: Tensor | None = None,
+) -> LossOutput:  # fmt: skip
+    """Return the loss of w times an objective with a given slope, and what every loss with a ratio reports.
 
-    The slope is the factor of ∇log π(yₜ); ratio and w are as in `surrogate_loss`; `metrics` are the loss's own.
+    The slope is the factor of ∇log π(yₜ); ratio and w are as in `surrogate_loss`. `clipped` are the tokens that have
+    lost their gradient at A > 0 and at A < 0, `truncated` those whose ratio is held at a bound.
     """
-    metrics = dict(metrics)
+    metrics: dict[str, reported.Statistic] = {}
+    if clipped is not None:
+        high_BT, low_BT = (tokens & batch.valid_BT for tokens in clipped)
+        metrics["actor/clip_fraction_high"] = reported.fraction(high_BT, batch.lengths_B)
+        metrics["actor/clip_fraction_low"] = reported.fraction(low_BT, batch.lengths_B)
+    clipped_BT = None if clipped is None else high_BT | low_BT
+    if truncated is not None:
+        truncated = truncated & batch.valid_BT
+        metrics["actor/truncated_fraction"] = reported.fraction(truncated, batch.lengths_B)
     if batch.weights_BT is not None:
         weights_BT = torch.where(batch.valid_BT, batch.weights_BT, 0).to(slope_BT.dtype)
         slope_BT, objective_BT = bounded(slope_BT * weights_BT), bounded(objective_BT * weights_BT)
+        clipped_BT = None if clipped_BT is None else clipped_BT & (weights_BT != 0)
         metrics |= reported.weight_statistics(weights_BT, batch.valid_BT)
-    metrics |= reported.silent_responses(objective_BT, slope_BT, batch.valid_BT)
-    metrics |= reported.held_tokens(slope_BT, batch)
+    kept_BT = (slope_BT != 0) & batch.valid_BT
     counted = batch.rows_B.unsqueeze(-1) if ratio.shape[-1] == 1 else batch.valid_BT
     metrics["actor/ratio_mean"] = reported.mean(ratio, counted)
     metrics |= reported.extremes(ratio, counted, "actor/ratio")
-    return LossOutput(
-        loss_with_slope(trainer_log_probs, objective_BT.expand_as(batch.valid_BT), slope_BT, batch, aggregation),
-        {**metrics, **reported.log_ratio_statistics(batch.sequence_log_ratio_B, batch.rows_B, batch.nonfinite)},
-    )
-
-
-def clip_fractions(high_BT: Tensor, low_BT: Tensor, batch: Batch) -> dict[str, reported.Statistic]:
-    """Return the shares of tokens that have lost their gradient at A > 0 (`high_BT`) and at A < 0 (`low_BT`)."""
-    return {
-        "actor/clip_fraction_high": reported.fraction(high_BT & batch.valid_BT, batch.lengths_B),
-        "actor/clip_fraction_low": reported.fraction(low_BT & batch.valid_BT, batch.lengths_B),
-    }
+    metrics |= reported.shared_metrics(batch, objective_BT, slope_BT, kept_BT)
+    loss = loss_with_slope(batch, objective_BT.expand_as(batch.valid_BT), slope_BT, aggregation)
+    return LossOutput(loss, metrics, kept_BT, clipped_BT, truncated)

@@ -8,7 +8,6 @@ from verl_precision.losses.grpo import surrogate_loss
 from verl_precision.losses.metrics import LossOutput
 from verl_precision.losses.ratios import bounded_exp, checked_batch
 from verl_precision.losses.registry import policy_loss
-from verl_precision.losses.settings import require_clip_range
 
 
 @policy_loss(
@@ -18,16 +17,9 @@ from verl_precision.losses.settings import require_clip_range
     Ratio("sequence", "ratio"),
 )
 def gspo(
-    trainer_log_probs: Tensor,
-    proximal_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    aggregation: Aggregation,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-    rollout_is_weights: Tensor | None = None,
-) -> LossOutput:
+    trainer_log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
+    aggregation: Aggregation, clip_low: float = 3e-4, clip_high: float = 4e-4, rollout_is_weights: Tensor | None = None,
+) -> LossOutput:  # fmt: skip
     """Group sequence policy optimisation.
 
         J = min(sA, clip(s, 1-ε_low, 1+ε_high) A),   s = (π(y; θ) / π(y; θ'))^(1/|y|) = exp(meanₜ log rₜ)
@@ -41,6 +33,5 @@ def gspo(
     NaN x 0 is NaN.)
     """
     batch = checked_batch(trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights)
-    mean_log_ratio_B = batch.sequence_log_ratio_B / batch.lengths_B.clamp(min=1)
-    ratio_B1 = bounded_exp(mean_log_ratio_B, batch.log_ratio_BT.dtype).unsqueeze(-1)
-    return surrogate_loss(trainer_log_probs, ratio_B1, batch, aggregation, require_clip_range(clip_low, clip_high))
+    ratio_B1 = bounded_exp(batch.mean_log_ratio_B, batch.dtype).unsqueeze(-1)
+    return surrogate_loss(batch, ratio_B1, aggregation, (clip_low, clip_high))

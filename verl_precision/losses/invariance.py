@@ -8,12 +8,14 @@ Shapes: B responses, T response tokens (padded with zeros, as a host pads).
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
+
+from verl_precision.losses.registry import LossInputs
 
 CUTS = (2, 4, 8)
 DEPENDS = 1e-3  # a relative difference of two gradients above this is no rounding
@@ -21,27 +23,8 @@ DRAWS = 16  # of a loss that draws at random: means of its gradient are compared
 CERTAIN = 3.0  # standard errors of such a mean, beyond which a difference is none of chance
 LENGTHS = (16, 4, 9, 12, 6, 14, 1, 10)  # tokens of the responses
 WIDER = 5  # columns of padding that are added
-OTHERS = {"old_log_probs": -0.4, "log_probs": -1.3, "advantages": 0.7, "weights": 1.7}  # of masked tokens
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What a loss is called with: [B, T] tensors in the precision of a trial, and a mask of bools."""
-
-    old_log_probs: Tensor
-    log_probs: Tensor
-    advantages: Tensor
-    mask: Tensor
-    weights: Tensor | None = None  # of rollout correction
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor of each that is there."""
-        named = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return ((name, tensor) for name, tensor in named if tensor is not None)
-
-    def of_all(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        """Return the batch with a function of each tensor."""
-        return replace(self, **{name: function(tensor) for name, tensor in self.tensors()})
+# What masked tokens hold in one of the trials.
+OTHERS = {"old_log_probs": -0.4, "trainer_log_probs": -1.3, "advantages": 0.7, "rollout_is_weights": 1.7}
 
 
 @dataclass(frozen=True)
@@ -70,12 +53,12 @@ class UnusableLossError(Exception):
     """What a loss returned is nothing that can be trained with."""
 
 
-Loss = Callable[[Batch, Counts], Tensor]
+Loss = Callable[[LossInputs, Counts], Tensor]
 """A loss as its host calls it: a scalar of a part of a mini-batch, to be summed over parts and averaged over ranks."""
 
 
-def trial_batch(dtype: torch.dtype = torch.float64, weighted: bool = False) -> Batch:
-    """Return the batch of a trial, always the same one."""
+def trial_batch(dtype: torch.dtype = torch.float64, weighted: bool = False) -> LossInputs:
+    """Return the batch of a trial, always the same one, with a mask of bools."""
     draw = torch.Generator().manual_seed(0)
     shape = len(LENGTHS), max(LENGTHS)
     log_probs = -2.5 * torch.rand(shape, generator=draw, dtype=torch.float64).square() - 0.05
@@ -87,29 +70,25 @@ def trial_batch(dtype: torch.dtype = torch.float64, weighted: bool = False) -> B
     advantages = torch.tensor([1.4, -1.6, 0.7, -0.4, 1.1, -0.9, 1.9, 0.0], dtype=torch.float64)[:, None].expand(shape)
     weights = 0.5 + torch.rand(shape, generator=draw, dtype=torch.float64) if weighted else None
     inside = torch.arange(shape[1]) < torch.tensor(LENGTHS)[:, None]
-    batch = Batch(old, log_probs, advantages, inside, weights)
+    batch = LossInputs(log_probs, old, advantages, inside, weights)
     batch = batch.of_all(lambda tensor: torch.where(inside, tensor, 0).to(dtype))
     mask = inside.clone()
     mask[3, 4:6] = mask[5, 9] = False  # a tool's answer
-    return replace(batch, mask=mask)
+    return batch._replace(response_mask=mask)
 
 
-def try_loss(loss: Loss, batch: Batch) -> Trial:
+def try_loss(loss: Loss, batch: LossInputs) -> Trial:
     """Call a loss on a batch, whole and in parts, and compare the gradients.
 
     Args:
         loss: The loss; what it raises is raised. torch's random numbers are as before afterwards, those of others not.
         batch: Such as `trial_batch()`.
 
-    Returns:
-        The differences.
-
     Raises:
         UnusableLossError: If it returns no scalar with a finite or infinite gradient.
     """
-    other = replace(batch, **{
-        name: torch.where(batch.mask, tensor, OTHERS[name]) for name, tensor in batch.tensors() if name in OTHERS
-    })  # fmt: skip
+    mask, tensors = batch.response_mask, batch.tensors()
+    other = batch._replace(**{name: torch.where(mask, tensors[name], OTHERS[name]) for name in OTHERS & tensors.keys()})
     ways = {"the whole batch": _Way(batch)}
     ways |= {f"{cut} micro-batches": _Way(batch, cut) for cut in CUTS}
     ways |= {"two ranks": _Way(batch, 2, ranks=2), "more padding": _Way(batch, wider=WIDER)}
@@ -131,7 +110,7 @@ def try_loss(loss: Loss, batch: Batch) -> Trial:
     return Trial(dict(zip(CUTS, cuts, strict=True)), ranks, padding, masked, nonfinite, random, changed)
 
 
-def gradients_differ(one: Loss, other: Loss, batch: Batch) -> bool:
+def gradients_differ(one: Loss, other: Loss, batch: LossInputs) -> bool:
     """Return whether two losses differ on a batch, with the same random numbers."""
     with torch.random.fork_rng(devices=[]):
         first, second = (_Way(batch).gradient(loss, seed=0) for loss in (one, other))
@@ -141,25 +120,26 @@ def gradients_differ(one: Loss, other: Loss, batch: Batch) -> bool:
 class _Way:
     """One way of calling a loss: in parts, each padded to its own longest response, on so many ranks."""
 
-    def __init__(self, batch: Batch, cut: int = 1, ranks: int = 1, wider: int = 0) -> None:
+    def __init__(self, batch: LossInputs, cut: int = 1, ranks: int = 1, wider: int = 0) -> None:
         self.batch, self.ranks = batch, ranks
-        self.counts = Counts(len(batch.mask), int(batch.mask.sum()), ranks)
-        self.parts = [partial(_part, rows, wider, batch.mask) for rows in torch.arange(len(batch.mask)).chunk(cut)]
+        mask = batch.response_mask
+        self.counts = Counts(len(mask), int(mask.sum()), ranks)
+        self.parts = [partial(_part, rows, wider, mask) for rows in torch.arange(len(mask)).chunk(cut)]
         self.changed: set[str] = set()
 
     def gradient(self, loss: Loss, seed: int) -> Tensor:
         """Return the gradient of each token's log-prob, summed over parts and averaged over ranks."""
         torch.manual_seed(seed)
-        leaf = self.batch.log_probs.clone().requires_grad_()
+        leaf = self.batch.trainer_log_probs.clone().requires_grad_()
         for part in self.parts:
-            given, kept = (replace(self.batch, log_probs=of).of_all(part) for of in (leaf, self.batch.log_probs))
+            given, kept = self.batch._replace(trainer_log_probs=leaf).of_all(part), self.batch.of_all(part)
             value = loss(given, self.counts)
             if value.numel() != 1:
                 raise UnusableLossError(f"it returns a tensor of shape {tuple(value.shape)}")
             if not value.requires_grad:
                 raise UnusableLossError("it returns a tensor without a gradient")
-            for (name, tensor), (_, before) in zip(given.tensors(), kept.tensors(), strict=True):
-                self.changed |= set() if torch.equal(tensor.detach(), before) else {name}
+            for name, before in kept.tensors().items():
+                self.changed |= set() if torch.equal(getattr(given, name).detach(), before) else {name}
             # a value that is not finite may have a gradient of 0
             (value.sum() if bool(value.isfinite()) else value.sum() * math.nan).backward()
         return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad / self.ranks

@@ -21,10 +21,17 @@ LARGEST_SQUARED = 1e150
 
 
 class LossOutput(NamedTuple):
-    """The result of a loss."""
+    """The result of a loss; masks are [B, T] bool, and None where whoever wrote the loss does not say."""
 
     loss: Tensor  # scalar; call `loss.backward()`
     metrics: Mapping[str, Statistic]  # by name; see docs/math.md for each
+    kept: Tensor | None = None  # tokens with a gradient
+    clipped: Tensor | None = None  # tokens that have none for the clip range alone
+    truncated: Tensor | None = None  # tokens whose ratio or weight is held at a bound of the loss
+
+    def adding(self, metrics: Mapping[str, Statistic]) -> "LossOutput":
+        """Return the same with more metrics."""
+        return self._replace(metrics={**self.metrics, **metrics})
 
     def values(self) -> dict[str, float]:
         """Return the metrics as numbers; one that is undefined on this batch is absent."""
@@ -48,7 +55,7 @@ class EffectiveSampleSize(Statistic):
 
 
 @dataclass(frozen=True)
-class OfWeights(Statistic):
+class WeightStatistic(Statistic):
     """A number of the weights of tokens: of the responses where each response has one weight, else of the tokens.
 
     Sums of both are kept, because only the whole says which it is: in one micro-batch of many all weights may be equal.
@@ -61,8 +68,8 @@ class OfWeights(Statistic):
 
     def value(self) -> float:
         """Return the number; NaN for the effective sample size of what does not decide."""
-        unit = "responses" if self.one_each else "tokens"
-        total, squares, n = getattr(self, unit)
+        unit, sums = ("responses", self.responses) if self.one_each else ("tokens", self.tokens)
+        total, squares, n = sums
         if self.number == "mean":
             return (total / n).item()
         return EffectiveSampleSize(total, squares, n).value() if self.number == unit else math.nan
@@ -122,41 +129,32 @@ def weight_statistics(weights: Tensor, valid: Tensor) -> dict[str, Statistic]:
     apart_BT = valid & (kept_BT != kept_BT.amax(dim=-1, keepdim=True)) if kept_BT.numel() else valid
     one_each = (~apart_BT.any()).double()
     found: dict[str, Statistic] = {
-        "actor/is_weight_mean": OfWeights(responses, tokens, one_each, "mean"),
+        "actor/is_weight_mean": WeightStatistic(responses, tokens, one_each, "mean"),
         "actor/is_weight_max": largest_weight,
-        ESS: OfWeights(responses, tokens, one_each, "responses"),
+        ESS: WeightStatistic(responses, tokens, one_each, "responses"),
     }
     if of_tokens:
-        found["actor/is_weight_token_ess_fraction"] = OfWeights(responses, tokens, one_each, "tokens")
+        found["actor/is_weight_token_ess_fraction"] = WeightStatistic(responses, tokens, one_each, "tokens")
     return found
 
 
-def log_ratio_statistics(sequence_log_ratio_B: Tensor, rows_B: Tensor, nonfinite: Tensor) -> dict[str, Statistic]:
-    """Describe the log-ratios of whole responses (nats; 0 is on-policy), and count what was left out."""
-    sample = sequence_log_ratio_B[rows_B]
-    statistics: dict[str, Statistic] = {
-        f"actor/seq_log_ratio_q{round(100 * q):02d}": Quantile(sample, q) for q in QUANTILES
-    }
-    return {**statistics, "actor/nonfinite_responses": count(nonfinite)}
+def shared_metrics(batch: Batch, objective: Tensor, slope_BT: Tensor, kept_BT: Tensor) -> dict[str, Statistic]:
+    """Return what every loss reports; objective and slope, the factor of ∇log π(yₜ), are [B, T], or [B, 1].
 
-
-def silent_responses(objective: Tensor, slope_BT: Tensor, valid_BT: Tensor) -> dict[str, Statistic]:
-    """Count the responses whose loss is exactly 0, and those whose gradient is.
-
-    Without an advantage, or with a weight of 0, both are. A response that is clipped as a whole has a loss and no
-    gradient. Objective and slope, the factor of ∇log π(yₜ), are [B, T], or [B, 1] of each response.
+    Responses whose loss is exactly 0, and those whose gradient is, because no token is kept: without an advantage, or
+    with a weight of 0, both are; a response that is clipped as a whole has a loss. Tokens whose gradient is less than
+    the equation's, because a ratio or a product of it is held. The log-ratios of whole responses (nats; 0 is
+    on-policy), and the responses that were left out.
     """
-    rows_B = valid_BT.any(dim=-1)
-
-    def silent(values: Tensor) -> Statistic:
-        return count(rows_B & ~((values != 0) & valid_BT).any(dim=-1))
-
-    return {"actor/zero_loss_responses": silent(objective), "actor/zero_gradient_responses": silent(slope_BT)}
-
-
-def held_tokens(slope_BT: Tensor, batch: Batch) -> dict[str, Statistic]:
-    """Count the tokens whose gradient is less than the equation's, because a ratio or a product of it is held."""
+    has_loss_BT = (objective != 0) & batch.valid_BT
     least = largest_ratio(slope_BT.dtype) * batch.advantages_BT.abs().clamp(max=1)
     if batch.weights_BT is not None:
         least = least * torch.where(batch.valid_BT, batch.weights_BT, 0).clamp(max=1)
-    return {"actor/held_tokens": count(batch.valid_BT & (slope_BT != 0) & (slope_BT.abs() >= least))}
+    sample = batch.sequence_log_ratio_B[batch.rows_B]
+    return {
+        "actor/zero_loss_responses": count(batch.rows_B & ~has_loss_BT.any(dim=-1)),
+        "actor/zero_gradient_responses": count(batch.rows_B & ~kept_BT.any(dim=-1)),
+        "actor/held_tokens": count(kept_BT & (slope_BT.abs() >= least)),
+        **{f"actor/seq_log_ratio_q{round(100 * q):02d}": Quantile(sample, q) for q in QUANTILES},
+        "actor/nonfinite_responses": count(batch.nonfinite),
+    }

@@ -8,9 +8,9 @@ from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.clipping import Ratio
 from verl_precision.losses.grpo import surrogate_loss
 from verl_precision.losses.metrics import LossOutput, fraction
-from verl_precision.losses.ratios import bounded_exp, checked_batch
+from verl_precision.losses.ratios import checked_batch
 from verl_precision.losses.registry import policy_loss
-from verl_precision.losses.settings import require_clip_range, require_divergence
+from verl_precision.losses.settings import require_divergence
 
 
 @policy_loss(
@@ -20,16 +20,9 @@ from verl_precision.losses.settings import require_clip_range, require_divergenc
     Ratio("token", "ratio", decoupled=None),
 )
 def off_policy_sequence_mask(
-    trainer_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    aggregation: Aggregation,
-    rejection_threshold: float = 0.5,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-) -> LossOutput:
+    trainer_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
+    aggregation: Aggregation, rejection_threshold: float = 0.5, clip_low: float = 0.2, clip_high: float = 0.28,
+) -> LossOutput:  # fmt: skip
     """GRPO's clipped surrogate with the mask of DeepSeek-V3.2.
 
         ∇J = Σₜ Mₜ ∇min(rₜA, clip(rₜ, 1-ε_low, 1+ε_high) A),   rₜ = π(yₜ; θ) / μ(yₜ; θ')
@@ -45,10 +38,7 @@ def off_policy_sequence_mask(
     """
     limit = require_divergence(rejection_threshold, "rejection_threshold")
     batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")
-    moved_away_B = -batch.sequence_log_ratio_B / batch.lengths_B.clamp(min=1)
-    dropped_BT = (moved_away_B > limit).unsqueeze(-1) & (batch.advantages_BT < 0) & batch.valid_BT
-    batch = dataclasses.replace(batch, weights_BT=(~dropped_BT).to(batch.log_ratio_BT.dtype))
-    ratio_BT = bounded_exp(batch.log_ratio_BT, batch.log_ratio_BT.dtype)
-    output = surrogate_loss(trainer_log_probs, ratio_BT, batch, aggregation, require_clip_range(clip_low, clip_high))
-    rejected = fraction(dropped_BT.any(dim=-1), batch.rows_B)
-    return LossOutput(output.loss, {**output.metrics, "actor/rejected_fraction": rejected})
+    dropped_BT = (-batch.mean_log_ratio_B > limit).unsqueeze(-1) & (batch.advantages_BT < 0) & batch.valid_BT
+    batch = dataclasses.replace(batch, weights_BT=(~dropped_BT).to(batch.dtype))
+    output = surrogate_loss(batch, batch.ratio_BT, aggregation, (clip_low, clip_high))
+    return output.adding({"actor/rejected_fraction": fraction(dropped_BT.any(dim=-1), batch.rows_B)})

@@ -28,13 +28,9 @@ OF_THE_RESPONSE = Ratio("sequence", decoupled=None)
     OF_THE_RESPONSE,
 )
 def pg_seq_is(
-    trainer_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
+    trainer_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
     aggregation: Aggregation,
-) -> LossOutput:
+) -> LossOutput:  # fmt: skip
     """Policy gradient with the full importance weight of the response.
 
         ∇J = ρ ∇log π(y) A,   ρ = exp(Σₜ log π(yₜ; θ) - log μ(yₜ; θ'))
@@ -42,39 +38,20 @@ def pg_seq_is(
     π trainer's policy, μ rollout's policy, A advantage. Equation (5) of https://arxiv.org/abs/2510.26788. Unbiased; its
     variance grows with the mismatch, so it is for matched precisions (FP16 on both sides).
 
-    Args:
-        trainer_log_probs: [B, T] floating, log π(yₜ; θ) in nats; receives the gradient.
-        rollout_log_probs: [B, T] floating, log μ(yₜ; θ') in nats.
-        advantages: [B, T], [B, 1] or [B] floating; constant over a response in the equation.
-        response_mask: [B, T], nonzero where a token counts.
-        aggregation: Mode and constants; `Aggregation(normalizer=...)` for Dr.GRPO's.
-
-    Returns:
-        The loss in float32 (float64 if the log-probs are), minus the aggregated ρA. Its gradient is minus the
-        equation's, aggregated. ρ is a number in it (∇ρ = ρ ∇log π, so nothing is lost), and so are `rollout_log_probs`
-        and `advantages`. Masked tokens never matter, whatever they hold; an empty row has no gradient and counts as a
-        response. A row with NaN or inf on a valid token has no gradient, stays in the denominator, and is counted in
-        `actor/nonfinite_responses`. ρ is held at 2e11 in float32, beyond a log-ratio of 25.9 (`ratios.HEADROOM`),
-        and `actor/held_tokens` counts its tokens.
-
-    Raises:
-        ConfigurationError: If shapes differ or a tensor is not floating point.
+    Arguments, result, errors, masked tokens, empty and non-finite rows as in `grpo`, with ρA as the objective, and
+    `rollout_log_probs`, [B, T] floating, log μ(yₜ; θ') in nats. The advantage is constant over a response in the
+    equation. ρ is a number in the gradient (∇ρ = ρ ∇log π, so nothing is lost). It is held at 2e11 in float32, beyond a
+    log-ratio of 25.9, and `actor/held_tokens` counts its tokens.
     """
     batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")
-    weight_B = bounded_exp(batch.sequence_log_ratio_B, batch.advantages_BT.dtype)
-    return _policy_gradient(trainer_log_probs, weight_B, batch, aggregation)
+    return _policy_gradient(batch, bounded_exp(batch.sequence_log_ratio_B, batch.dtype), aggregation)
 
 
 @policy_loss("vp_pg_seq_tis", "pg_seq_is with the weight truncated at C", "arXiv 2510.26788 eq. (6)", OF_THE_RESPONSE)
 def pg_seq_tis(
-    trainer_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    aggregation: Aggregation,
-    threshold: float = 3.0,
-) -> LossOutput:
+    trainer_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
+    aggregation: Aggregation, threshold: float = 3.0,
+) -> LossOutput:  # fmt: skip
     """Policy gradient with the importance weight of the response, truncated at C.
 
         ∇J = min(ρ, C) ∇log π(y) A,   ρ = exp(Σₜ log π(yₜ; θ) - log μ(yₜ; θ'))
@@ -88,20 +65,17 @@ def pg_seq_tis(
     threshold = require_threshold(threshold)
     batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")
     rho_B = batch.sequence_log_ratio_B.exp()
-    metrics = {"actor/truncated_fraction": reported.fraction(rho_B > threshold, batch.rows_B)}
-    return _policy_gradient(trainer_log_probs, rho_B.clamp(max=threshold), batch, aggregation, metrics)
+    beyond_B = rho_B > threshold
+    output = _policy_gradient(batch, rho_B.clamp(max=threshold), aggregation)
+    output = output._replace(truncated=beyond_B.unsqueeze(-1) & batch.valid_BT)
+    return output.adding({"actor/truncated_fraction": reported.fraction(beyond_B, batch.rows_B)})
 
 
 @policy_loss("vp_pg_seq_mis", "pg_seq_is with responses rejected beyond C", "arXiv 2510.26788 eq. (7)", OF_THE_RESPONSE)
 def pg_seq_mis(
-    trainer_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    aggregation: Aggregation,
-    threshold: float = 3.0,
-) -> LossOutput:
+    trainer_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
+    aggregation: Aggregation, threshold: float = 3.0,
+) -> LossOutput:  # fmt: skip
     """Policy gradient with the importance weight of the response, which is rejected beyond C.
 
         ∇J = ρ 1{ρ ≤ C} ∇log π(y) A,   ρ = exp(Σₜ log π(yₜ; θ) - log μ(yₜ; θ'))
@@ -116,31 +90,20 @@ def pg_seq_mis(
     threshold = require_threshold(threshold)
     batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")
     rho_B = batch.sequence_log_ratio_B.exp()
-    metrics = {"actor/rejected_fraction": reported.fraction(rho_B > threshold, batch.rows_B)}
-    return _policy_gradient(trainer_log_probs, torch.where(rho_B > threshold, 0, rho_B), batch, aggregation, metrics)
+    beyond_B = rho_B > threshold
+    output = _policy_gradient(batch, torch.where(beyond_B, 0, rho_B), aggregation)
+    return output.adding({"actor/rejected_fraction": reported.fraction(beyond_B, batch.rows_B)})
 
 
-def _policy_gradient(
-    trainer_log_probs: Tensor,
-    weight_B: Tensor,
-    batch: Batch,
-    aggregation: Aggregation,
-    metrics: dict[str, reported.Statistic] | None = None,
-) -> LossOutput:
+def _policy_gradient(batch: Batch, weight_B: Tensor, aggregation: Aggregation) -> LossOutput:
     """Return the loss with gradient w ∇log π(y) A."""
-    weight_B = weight_B.to(batch.advantages_BT.dtype)
+    weight_B = weight_B.to(batch.dtype)
     slope_BT = bounded(weight_B.unsqueeze(-1) * batch.advantages_BT)
     if slope_BT.shape[-1] == 1:
         objective_B = slope_BT[:, 0]
     else:
         objective_B = torch.where(batch.valid_BT, slope_BT, 0).sum(dim=-1) / batch.lengths_B.clamp(min=1)
-    return LossOutput(
-        loss_with_slope(trainer_log_probs, objective_B, slope_BT, batch, aggregation),
-        {
-            **reported.weight_statistics(weight_B, batch.rows_B),
-            **(metrics or {}),
-            **reported.silent_responses(slope_BT, slope_BT, batch.valid_BT),
-            **reported.held_tokens(slope_BT, batch),
-            **reported.log_ratio_statistics(batch.sequence_log_ratio_B, batch.rows_B, batch.nonfinite),
-        },
-    )
+    kept_BT = (slope_BT != 0) & batch.valid_BT
+    metrics = reported.weight_statistics(weight_B, batch.rows_B)
+    metrics |= reported.shared_metrics(batch, slope_BT, slope_BT, kept_BT)
+    return LossOutput(loss_with_slope(batch, objective_B, slope_BT, aggregation), metrics, kept_BT)

@@ -42,14 +42,25 @@ def bounded(slope: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """The inputs of a loss, checked; no graph hangs on any of them."""
+    """The inputs of a loss, checked; a graph hangs on `trainer_log_probs` alone."""
 
+    trainer_log_probs: Tensor  # as given; for `loss_with_slope` alone
     log_ratio_BT: Tensor  # log of the probability ratio of each token, 0 where masked
     advantages_BT: Tensor  # [B, T], or [B, 1] if given one per response
     weights_BT: Tensor | None  # constant weights of the tokens
     valid_BT: Tensor  # bool; tokens that count. Rows with a non-finite number count none.
     lengths_B: Tensor  # number of tokens that count
     nonfinite: Tensor  # [] number of responses left out because a number of a valid token is NaN or infinite
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of all that is computed: float32, or float64 if the log-probs are."""
+        return self.log_ratio_BT.dtype
+
+    @property
+    def ratio_BT(self) -> Tensor:
+        """The ratio of each token, held at `largest_ratio`."""
+        return bounded_exp(self.log_ratio_BT, self.dtype)
 
     @property
     def rows_B(self) -> Tensor:
@@ -61,6 +72,11 @@ class Batch:
         """[B] float64, log of the ratio of whole responses: Σ_t log_ratio_t, summed in float64."""
         sums_B = self.log_ratio_BT.sum(dim=-1, dtype=torch.float64)
         return torch.where(self.rows_B, sums_B, 0)
+
+    @property
+    def mean_log_ratio_B(self) -> Tensor:
+        """[B] float64, its mean over a response's tokens."""
+        return self.sequence_log_ratio_B / self.lengths_B.clamp(min=1)
 
 
 def checked_batch(
@@ -78,6 +94,7 @@ def checked_batch(
     named = {"trainer_log_probs": trainer_log_probs, other: other_log_probs, "advantages": advantages}
     if rollout_is_weights is not None:
         named["rollout_is_weights"] = rollout_is_weights
+    shape = getattr(trainer_log_probs, "shape", ())
     for name, tensor in {**named, "response_mask": response_mask}.items():
         if not isinstance(tensor, Tensor) or (name in named and not tensor.is_floating_point()):
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -85,8 +102,6 @@ def checked_batch(
             tokens = isinstance(tensor, Tensor) and name.endswith("log_probs")
             remedy = "Pass log-probs, not tokens." if tokens else f"Pass torch.as_tensor({name}).float()."
             raise ConfigurationError(f"{name} is {got}", allowed=allowed, remedy=remedy)
-    shape = trainer_log_probs.shape
-    for name, tensor in {**named, "response_mask": response_mask}.items():
         per_response = name == "advantages" and tensor.shape in (shape[:1], (*shape[:1], 1))
         if len(shape) != 2 or not (tensor.shape == shape or per_response):
             raise ConfigurationError(
@@ -103,7 +118,8 @@ def checked_batch(
         if rollout_is_weights is not None:
             finite_B &= _finite_rows(torch.where(mask_BT, rollout_is_weights, 0))
         valid_BT = mask_BT & finite_B.unsqueeze(-1)
-        return Batch(log_ratio_BT, advantages_BT, rollout_is_weights, valid_BT, valid_BT.sum(dim=-1), (~finite_B).sum())
+        counted = valid_BT, valid_BT.sum(dim=-1), (~finite_B).sum()
+        return Batch(trainer_log_probs, log_ratio_BT, advantages_BT, rollout_is_weights, *counted)
 
 
 def _finite_rows(values_BT: Tensor) -> Tensor:
@@ -114,9 +130,7 @@ def _finite_rows(values_BT: Tensor) -> Tensor:
     return low_B.isfinite() & high_B.isfinite()
 
 
-def loss_with_slope(
-    trainer_log_probs: Tensor, objective: Tensor, slope_BT: Tensor, batch: Batch, aggregation: Aggregation
-) -> Tensor:
+def loss_with_slope(batch: Batch, objective: Tensor, slope_BT: Tensor, aggregation: Aggregation) -> Tensor:
     """Return the loss (minus the aggregated objective) whose gradient is that of Σ slope log π.
 
     Only the trainer's log-probs receive a gradient. The objective is [B, T] of each token or [B] of each response; the
@@ -131,7 +145,7 @@ def loss_with_slope(
         value = -(sums_B * scale).sum()
         per_token = -scale if scale.dim() == 0 else -scale.unsqueeze(-1)
         gradient_BT = torch.where(batch.valid_BT, slope_BT * per_token, 0)
-    loss: Tensor = _GivenGradient.apply(trainer_log_probs, value, gradient_BT)
+    loss: Tensor = _GivenGradient.apply(batch.trainer_log_probs, value, gradient_BT)
     return loss
 
 

@@ -1,6 +1,6 @@
 """The policy losses by name, and the decorator that adds one.
 
-A loss says by its parameters' names what it needs, and whoever calls it (the adapter to verl) passes just that:
+A loss says by its parameters' names what it needs, and whoever calls it (`PolicyLoss.__call__`) passes just that:
 
     trainer_log_probs     log π(θ), required, receives the gradient
     rollout_log_probs     log μ(θ'): the run must be in bypass mode
@@ -14,19 +14,44 @@ A loss says by its parameters' names what it needs, and whoever calls it (the ad
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from verl_precision.base.errors import RegistrationError
+from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.clipping import NO_RATIO, VERLS_RATIOS, Ratio
 from verl_precision.losses.metrics import LossOutput
+from verl_precision.losses.settings import LossSettings
 
-PARAMETERS = frozenset(
-    "trainer_log_probs rollout_log_probs proximal_log_probs advantages response_mask aggregation threshold clip_low "
-    "clip_high rejection_threshold rollout_is_weights".split()
-)
+# What an equation calls the one tensor that verl calls `old_log_prob`, by the policy that it divides by.
+OLD_LOG_PROBS = ("rollout_log_probs", "proximal_log_probs")
 Loss = Callable[..., LossOutput]
+
+
+class LossInputs(NamedTuple):
+    """The tensors that a host hands to a loss, [B, T] each."""
+
+    trainer_log_probs: Tensor
+    old_log_probs: Tensor  # the trainer's of θ', or in bypass mode the rollout's
+    advantages: Tensor
+    response_mask: Tensor
+    rollout_is_weights: Tensor | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return those that are there, by name."""
+        return {name: tensor for name, tensor in self._asdict().items() if tensor is not None}
+
+    def of_all(self, function: Callable[[Tensor], Tensor]) -> "LossInputs":
+        """Return a function of each of them."""
+        return self._replace(**{name: function(tensor) for name, tensor in self.tensors().items()})
+
+
+SETTINGS = tuple(field.name for field in fields(LossSettings))
+PARAMETERS = frozenset({*LossInputs._fields, *OLD_LOG_PROBS, *SETTINGS, "aggregation"} - {"old_log_probs"})
 
 
 @dataclass(frozen=True)
@@ -38,10 +63,16 @@ class PolicyLoss:
     equation: str
     ratio: Ratio | None = None  # None where its author does not say
 
-    @property
+    @cached_property
     def parameters(self) -> frozenset[str]:
         """Names of what the function needs."""
         return frozenset(inspect.signature(self.function).parameters)
+
+    def __call__(self, inputs: LossInputs, settings: LossSettings, aggregation: Aggregation) -> LossOutput:
+        """Call the function with what it needs."""
+        offered = {**inputs.tensors(), **dict.fromkeys(OLD_LOG_PROBS, inputs.old_log_probs), "aggregation": aggregation}
+        given = {name: value for name, value in offered.items() if name in self.parameters}
+        return self.function(**given, **settings.arguments())
 
 
 _losses: dict[str, PolicyLoss] = {}
@@ -77,8 +108,7 @@ def policy_loss(name: str, summary: str, equation: str, ratio: Ratio | None = No
             wrong = ", ".join(required - PARAMETERS) or "the parameter for the trainer's log-probs"
             raise RegistrationError(
                 f"policy loss {name!r} takes ({', '.join(parameters)})",
-                allowed=f"trainer_log_probs, and any of {', '.join(sorted(PARAMETERS))}; other parameters need a "
-                "default",
+                allowed=f"trainer_log_probs, and any of {', '.join(sorted(PARAMETERS))}; others need a default",
                 remedy=f"Rename {wrong}.",
             )
         entry = PolicyLoss(function, summary, equation, ratio)

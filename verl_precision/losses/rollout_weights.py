@@ -33,9 +33,8 @@ def token_tis_weights(log_ratio: Tensor, response_mask: Tensor, threshold: float
     Raises:
         ConfigurationError: If shapes differ, the log-ratio is not floating point, or C is out of bounds.
     """
-    valid_BT, log_ratio_BT, broken_B = _checked(log_ratio, response_mask)
-    weights_BT = log_ratio_BT.exp().clamp(max=require_threshold(threshold))
-    return torch.where(valid_BT, weights_BT.masked_fill(broken_B.unsqueeze(-1), torch.nan), 0)
+    log_ratio_BT = _checked(log_ratio, response_mask)
+    return _finished(log_ratio_BT.exp().clamp(max=require_threshold(threshold)), log_ratio_BT, response_mask)
 
 
 def seq_mis_weights(log_ratio: Tensor, response_mask: Tensor, threshold: float) -> Tensor:
@@ -45,10 +44,9 @@ def seq_mis_weights(log_ratio: Tensor, response_mask: Tensor, threshold: float) 
     denominator. log ρ is summed in float64. Arguments, result, errors, masked tokens and non-finite input as in
     `token_tis_weights`.
     """
-    valid_BT, log_ratio_BT, broken_B = _checked(log_ratio, response_mask)
-    rho_B = log_ratio_BT.sum(dim=-1, dtype=torch.float64).exp()
-    weight_B = torch.where(rho_B <= require_threshold(threshold), rho_B, 0).masked_fill(broken_B, torch.nan)
-    return torch.where(valid_BT, weight_B.to(log_ratio.dtype).unsqueeze(-1), 0)
+    log_ratio_BT = _checked(log_ratio, response_mask)
+    rho_B1 = log_ratio_BT.sum(dim=-1, keepdim=True, dtype=torch.float64).exp()
+    return _finished(torch.where(rho_B1 <= require_threshold(threshold), rho_B1, 0), log_ratio_BT, response_mask)
 
 
 def geo_mask_weights(log_ratio: Tensor, response_mask: Tensor, threshold: object) -> Tensor:
@@ -62,10 +60,10 @@ def geo_mask_weights(log_ratio: Tensor, response_mask: Tensor, threshold: object
     response stays in the denominator.
     """
     low, high = require_band(threshold, "threshold")
-    valid_BT, log_ratio_BT, broken_B = _checked(log_ratio, response_mask)
-    mean_B = log_ratio_BT.sum(dim=-1, dtype=torch.float64) / valid_BT.sum(dim=-1).clamp(min=1)
-    kept_B = ((mean_B >= math.log(low)) & (mean_B <= math.log(high))).to(log_ratio.dtype)
-    return torch.where(valid_BT, kept_B.masked_fill(broken_B, torch.nan).unsqueeze(-1), 0)
+    log_ratio_BT = _checked(log_ratio, response_mask)
+    lengths_B1 = response_mask.bool().sum(dim=-1, keepdim=True).clamp(min=1)
+    mean_B1 = log_ratio_BT.sum(dim=-1, keepdim=True, dtype=torch.float64) / lengths_B1
+    return _finished((mean_B1 >= math.log(low)) & (mean_B1 <= math.log(high)), log_ratio_BT, response_mask)
 
 
 def icepop_weights(log_ratio: Tensor, response_mask: Tensor, threshold: object) -> Tensor:
@@ -76,10 +74,9 @@ def icepop_weights(log_ratio: Tensor, response_mask: Tensor, threshold: object) 
     as in `token_tis_weights`. Source: https://arxiv.org/abs/2510.18855, section on IcePop.
     """
     low, high = require_band(threshold, "threshold")
-    valid_BT, log_ratio_BT, broken_B = _checked(log_ratio, response_mask)
+    log_ratio_BT = _checked(log_ratio, response_mask)
     ratio_BT = log_ratio_BT.exp()
-    weights_BT = torch.where((ratio_BT >= low) & (ratio_BT <= high), ratio_BT, 0)
-    return torch.where(valid_BT, weights_BT.masked_fill(broken_B.unsqueeze(-1), torch.nan), 0)
+    return _finished(torch.where((ratio_BT >= low) & (ratio_BT <= high), ratio_BT, 0), log_ratio_BT, response_mask)
 
 
 def kpop_weights(
@@ -95,15 +92,14 @@ def kpop_weights(
     Log-probs are [B, T] floating, in nats; the threshold is φ > 0, in nats. ρₜ is held at 2e11 in float32, which the
     ratio of a token with hardly any probability can reach. Everything else as in `icepop_weights`.
     """
-    limit = require_divergence(threshold)
-    valid_BT, log_ratio_BT, broken_B = _checked(trainer_log_probs - rollout_log_probs, response_mask)
+    limit, log_ratio_BT = require_divergence(threshold), _checked(trainer_log_probs - rollout_log_probs, response_mask)
     trainer_BT, rollout_BT = trainer_log_probs.detach(), rollout_log_probs.detach()
     divergence_BT = torch.maximum(binary_kl(trainer_BT, rollout_BT), binary_kl(rollout_BT, trainer_BT))
-    weights_BT = torch.where(divergence_BT <= limit, bounded_exp(log_ratio_BT, log_ratio_BT.dtype), 0)
-    return torch.where(valid_BT, weights_BT.masked_fill(broken_B.unsqueeze(-1), torch.nan), 0)
+    ratio_BT = bounded_exp(log_ratio_BT, log_ratio_BT.dtype)
+    return _finished(torch.where(divergence_BT <= limit, ratio_BT, 0), log_ratio_BT, response_mask)
 
 
-class Level(NamedTuple):
+class WeightKind(NamedTuple):
     """A way to weigh, chosen by verl's `algorithm.rollout_correction.rollout_is`."""
 
     weights: Callable[..., Tensor]
@@ -112,17 +108,18 @@ class Level(NamedTuple):
     of_log_probs: bool = False  # are both policies' log-probs needed, and not only their difference?
 
 
-LEVELS: Mapping[str, Level] = {
-    "vp_token_tis": Level(token_tis_weights, require_threshold),
-    "vp_seq_mis": Level(seq_mis_weights, require_threshold, of_responses=True),
-    "vp_geo_mask": Level(geo_mask_weights, require_band, of_responses=True),
-    "vp_icepop": Level(icepop_weights, require_band),
-    "vp_kpop": Level(kpop_weights, require_divergence, of_log_probs=True),
+WEIGHT_KINDS: Mapping[str, WeightKind] = {
+    "vp_token_tis": WeightKind(token_tis_weights, require_threshold),
+    "vp_seq_mis": WeightKind(seq_mis_weights, require_threshold, of_responses=True),
+    "vp_geo_mask": WeightKind(geo_mask_weights, require_band, of_responses=True),
+    "vp_icepop": WeightKind(icepop_weights, require_band),
+    "vp_kpop": WeightKind(kpop_weights, require_divergence, of_log_probs=True),
 }
 """Levels of this package, beside verl's own."""
 
 
-def _checked(log_ratio: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _checked(log_ratio: Tensor, response_mask: Tensor) -> Tensor:
+    """Return the log-ratio without graph, 0 where masked."""
     if not log_ratio.is_floating_point():
         raise ConfigurationError(f"log_ratio is {log_ratio.dtype}", allowed="a floating-point tensor, in nats")
     if log_ratio.shape != response_mask.shape or log_ratio.dim() != 2:
@@ -131,6 +128,10 @@ def _checked(log_ratio: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor, 
             allowed="one shape [responses, tokens] for both",
             remedy="Pad them to the same width.",
         )
-    valid_BT = response_mask.bool()
-    log_ratio_BT = torch.where(valid_BT, log_ratio.detach(), 0)
-    return valid_BT, log_ratio_BT, ~log_ratio_BT.isfinite().all(dim=-1)
+    return torch.where(response_mask.bool(), log_ratio.detach(), 0)
+
+
+def _finished(weights: Tensor, log_ratio_BT: Tensor, response_mask: Tensor) -> Tensor:
+    """Return weights of tokens or responses at the tokens that count; NaN where a log-ratio of the response is none."""
+    broken_B1 = ~log_ratio_BT.isfinite().all(dim=-1, keepdim=True)
+    return torch.where(response_mask.bool(), weights.to(log_ratio_BT.dtype).masked_fill(broken_B1, torch.nan), 0)

@@ -1,8 +1,11 @@
-"""Bounds of the settings that a loss reads, and what a worker must be told."""
+"""The settings that a loss reads of a config: `LossSettings`, their bounds, and what a worker must be told."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from typing_extensions import Self
 
 from verl_precision.base.errors import ConfigurationError, filled
 from verl_precision.base.files import table_of
@@ -46,6 +49,46 @@ require_clip_high = Bounds(**_WORDS["clip_high"], holds=lambda high: high > 0)
 require_normalizer = Bounds(**_WORDS["normalizer"], holds=lambda normalizer: normalizer > 0)
 
 
+@dataclass(frozen=True)
+class LossSettings:
+    """The numbers that a loss is called with; None: it takes none of this name, or is left its own default."""
+
+    threshold: float | None = None  # C
+    rejection_threshold: float | None = None  # δ
+    clip_low: float | None = None  # ε_low, whose bounds the loss itself checks
+    clip_high: float | None = None  # ε_high
+
+    @classmethod
+    def from_config(cls, actor: Mapping[str, Any], parameters: Collection[str]) -> Self:
+        """Read what a loss with these parameters takes, of a config's `actor_rollout_ref.actor` or verl's ActorConfig.
+
+        Raises:
+            ConfigurationError: If a threshold is out of its bounds, or missing.
+        """
+        correction = actor["policy_loss"].get("rollout_correction") or {}
+        found: dict[str, float] = {}
+        if "threshold" in parameters:
+            found["threshold"] = require_threshold(correction.get("rollout_is_threshold"), THRESHOLD)
+        if "rejection_threshold" in parameters:
+            value = correction.get("rollout_rs_threshold")
+            found["rejection_threshold"] = require_divergence(value, REJECTION_THRESHOLD)
+        for side, name in enumerate(("clip_low", "clip_high")):
+            if name in parameters:
+                found[name] = clip_bounds(actor)[side]
+        return cls(**found)
+
+    def arguments(self) -> dict[str, float]:
+        """Return what a loss is called with, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+def clip_bounds(actor: Mapping[str, Any]) -> tuple[float, float]:
+    """Return ε_low and ε_high of a config's `actor_rollout_ref.actor`: `clip_ratio` where a side has none."""
+    low, high = actor.get("clip_ratio_low"), actor.get("clip_ratio_high")
+    both = actor["clip_ratio"]
+    return float(both if low is None else low), float(both if high is None else high)
+
+
 def require_clip_range(low: object, high: object) -> tuple[float, float]:
     """Require 0 < ε_low <= 1 and ε_high > 0; the error names the one that is out of bounds."""
     return require_clip_low(low), require_clip_high(high)
@@ -70,6 +113,6 @@ def require_bypass(value: object, loss: str) -> None:
 
 
 def require_plain_weights(normalised: object, level: str) -> None:
-    """Require that verl does not normalise weights of this package, of a level of `rollout_weights.LEVELS`."""
+    """Require that verl does not normalise weights of this package, of a level of `rollout_weights.WEIGHT_KINDS`."""
     if normalised:
         raise ConfigurationError(value=normalised, **filled(_WORDS["plain"], level=level))

@@ -4,7 +4,7 @@ statistics      the gap between trainer and rollout: `MismatchStatistics`
 phantom         the gap split into alpha and beta, and phantom clipping: `PhantomStatistics`
 staleness       the same by how many versions of the weights a response is behind
 turns           the same by turn of an agent loop
-kept_tokens     the file of the tokens behind a number (kept_bytes); candidates: whose; decisions: what of them
+candidates      which responses' tokens a run keeps
 token_bins      means by probability and by sign of the advantage; histogram: the gap on a fixed grid, and quantiles
 token_sums      sums over tokens, by torch; fused, fused_kernel: the same in one pass, by numba
 packing         from padded or jagged batches to chunks of valid tokens

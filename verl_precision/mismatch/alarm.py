@@ -25,6 +25,11 @@ GAP_FLOOR = 1e-5
 K3_FLOOR = 1e-10
 # Steps in a row with NaN or infinity: one may be one broken sample, three are an engine.
 NOT_FINITE_STEPS = 3
+NOT_FINITE = {
+    "trainer_not_finite": names.NONFINITE_TRAINER,
+    "rollout_not_finite": names.NONFINITE_ROLLOUT,
+    "responses_not_finite": names.NONFINITE_RESPONSES,
+}
 
 
 @dataclass(frozen=True)
@@ -64,32 +69,38 @@ class Limit(NamedTuple):
     allowed: str
 
 
-def _limits(s: AlarmSettings) -> dict[str, tuple[int, list[Limit]]]:
-    """Return of each alarm the measurements in a row after which it is raised, and its limits, of which any counts."""
+class Watch:
+    """What raises an alarm: limits, of which any counts, and the patience that they share."""
+
+    def __init__(self, steps: int, *limits: Limit) -> None:
+        self.patience, self.limits = Persistence(steps, returns=True), limits
+
+
+def _watched(s: AlarmSettings) -> dict[str, Watch]:
+    """Return of each alarm what raises it, after how many measurements in a row."""
     share, gap = f"allowed up to {s.affected_fraction:g} of the tokens", f"allowed within ±{s.extreme_gap:g}"
+    clipped = Limit(names.PHANTOM_CLIPPED, lambda x: x > s.affected_fraction, share)
     overflow = f"allowed in fewer than {s.skipped_steps} steps in a row, and than one in {EVERY}"
     scale = f"minimum {s.loss_scale_minimum:g}"
-    pearson, apart = f"one policy has at least {s.sync_pearson:g}", f"one policy has at most {s.sync_gap:g} nats"
+    apart = (
+        Limit(names.PROBS_PEARSON, lambda x: x < s.sync_pearson, f"one policy has at least {s.sync_pearson:g}"),
+        Limit(names.LOG_PROB_GAP, lambda x: x > s.sync_gap, f"one policy has at most {s.sync_gap:g} nats"),
+    )
     few, most = f"allowed down to {s.effective_fraction:g} of the ", 1 - s.effective_fraction
     rejected = Limit(names.REJECTED_TOKENS, lambda x: x > most, f"allowed up to {most:g} of the tokens")
     # Weights of 0 and 1 have an effective sample size too: what verl's rejection keeps.
     sizes = [Limit(key, lambda x: x < s.effective_fraction, few + unit) for key, unit in names.SAMPLE_SIZES.items()]
     extremes = [Limit(key, lambda x: abs(x) > s.extreme_gap, gap) for key in (names.PROB_GAP_MIN, names.PROB_GAP_MAX)]
     return {
-        "trainer_not_finite": (NOT_FINITE_STEPS, [Limit(names.NONFINITE_TRAINER, lambda x: x > 0, "allowed 0")]),
-        "rollout_not_finite": (NOT_FINITE_STEPS, [Limit(names.NONFINITE_ROLLOUT, lambda x: x > 0, "allowed 0")]),
-        "responses_not_finite": (NOT_FINITE_STEPS, [Limit(names.NONFINITE_RESPONSES, lambda x: x > 0, "allowed 0")]),
-        "extreme_prob_gap": (s.persist_steps, extremes),
-        "phantom_clipping": (s.persist_steps, [Limit(names.PHANTOM_CLIPPED, lambda x: x > s.affected_fraction, share)]),
-        "low_effective_sample_size": (s.persist_steps, [*sizes, rejected]),
-        "repeated_overflow": (s.skipped_steps, [Limit(names.SKIPPED_STEPS, lambda x: x > 0, overflow)]),
-        "loss_scale_at_minimum": (1, [Limit(names.LOSS_SCALE, lambda x: x <= s.loss_scale_minimum, scale)]),
+        **{name: Watch(NOT_FINITE_STEPS, Limit(key, lambda x: x > 0, "allowed 0")) for name, key in NOT_FINITE.items()},
+        "extreme_prob_gap": Watch(s.persist_steps, *extremes),
+        "phantom_clipping": Watch(s.persist_steps, clipped),
+        "low_effective_sample_size": Watch(s.persist_steps, *sizes, rejected),
+        "repeated_overflow": Watch(s.skipped_steps, Limit(names.SKIPPED_STEPS, lambda x: x > 0, overflow)),
+        "loss_scale_at_minimum": Watch(1, Limit(names.LOSS_SCALE, lambda x: x <= s.loss_scale_minimum, scale)),
         # One step with a policy that is not the trainer's is enough to look; two rule out a batch of a few tokens.
-        "policies_differ": (2, [
-            Limit(names.PROBS_PEARSON, lambda x: x < s.sync_pearson, pearson),
-            Limit(names.LOG_PROB_GAP, lambda x: x > s.sync_gap, apart),
-        ]),
-    }  # fmt: skip
+        "policies_differ": Watch(2, *apart),
+    }
 
 
 class MismatchAlarm:
@@ -98,16 +109,15 @@ class MismatchAlarm:
     def __init__(self, settings: AlarmSettings | None = None, in_use: Collection[str] = ()) -> None:
         self.settings = s = settings or AlarmSettings()
         self.in_use = in_use
-        self._limits = _limits(s)
+        self._watched = _watched(s)
         self._growing = {
             "k3_growth": Growth(1, K3_FLOOR, s.baseline_steps, s.allowed_growth, s.evidence_steps),
             "gap_growth": Growth(2, GAP_FLOOR, s.baseline_steps, s.allowed_growth, s.evidence_steps),
         }
-        self._persisting = {name: Persistence(steps, returns=True) for name, (steps, _) in self._limits.items()}
 
     @property
     def _detectors(self) -> dict[str, Growth | Persistence]:
-        return {**self._growing, **self._persisting}
+        return {**self._growing, **{name: watch.patience for name, watch in self._watched.items()}}
 
     @property
     def active(self) -> list[str]:
@@ -137,13 +147,13 @@ class MismatchAlarm:
             value = names.of_current_version(metrics, metric)
             if value is not None and growth.update(step, value):
                 raised.append(self._alarm(name, metric, value, growth.normal(), step, growth))
-        for name, (_, limits) in self._limits.items():
-            values = ((names.value_of(metrics, limit.metric), limit) for limit in limits)
+        for name, watch in self._watched.items():
+            values = ((names.value_of(metrics, limit.metric), limit) for limit in watch.limits)
             found = [(limit.beyond(x), x, limit) for x, limit in values if x is not None and not math.isnan(x)]
             if found:
                 beyond, value, limit = max(found, key=lambda item: item[0])  # the first beyond, or else the first
-                if self._persisting[name].update(step, beyond):
-                    raised.append(self._alarm(name, limit.metric, value, limit.allowed, step, self._persisting[name]))
+                if watch.patience.update(step, beyond):
+                    raised.append(self._alarm(name, limit.metric, value, limit.allowed, step, watch.patience))
         return raised
 
     def state_dict(self) -> dict[str, Any]:
@@ -157,7 +167,7 @@ class MismatchAlarm:
             for name, detector in fresh._detectors.items():
                 require_fields(type(detector), state[name])
                 detector.load(state[name])
-        self._growing, self._persisting = fresh._growing, fresh._persisting
+        self._growing, self._watched = fresh._growing, fresh._watched
 
     def _alarm(
         self, name: str, metric: str, seen: float, normal: str, step: int, detector: Growth | Persistence

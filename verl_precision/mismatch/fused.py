@@ -72,44 +72,30 @@ def measure(
     result. None for `chunk_tokens` is `PIECE_TOKENS`.
     """
     given = {name: tensor.detach() for name, tensor in checked(log_probs, response_mask, advantages).items()}
-    piece_tokens = PIECE_TOKENS if chunk_tokens is None else chunk_tokens
-    pieces = list(row_slices(given[next(iter(log_probs))], piece_tokens))
+    pieces = list(row_slices(given["response_mask"], PIECE_TOKENS if chunk_tokens is None else chunk_tokens))
     threads = min(torch.get_num_threads(), len(pieces))
-    run = functools.partial(_measure_piece, given, tuple(log_probs))
+    run = functools.partial(_measure_piece, given)
     if threads == 1:
         return _merged(map(run, pieces))
     with ThreadPoolExecutor(threads) as pool:
         return _merged(pool.map(run, pieces))
 
 
-def _measure_piece(
-    given: Mapping[str, Tensor], names: tuple[str, ...], piece: tuple[slice, slice, Tensor]
-) -> tuple[np.ndarray, ...]:
+def _measure_piece(given: Mapping[str, Tensor], piece: tuple[slice, slice, Tensor]) -> tuple[np.ndarray, ...]:
     """Hand some responses to the kernel, as flat views; a piece is copied only where it has no such view."""
     kernel, _ = _kernel()
     assert kernel is not None
-    rows, _, lengths_R = piece
-    dtype = torch.float64 if any(given[name].dtype == torch.float64 for name in names) else torch.float32
-    flat = [_flat(given[name], piece, lambda part: part.to(dtype)) for name in names]
-    begins_of_none, sign_R = np.zeros(len(lengths_R), np.int64), np.zeros(len(lengths_R), np.int64)
-    if "response_mask" in given:
-        whole, binary = torch.int64, torch.uint8
-        flat.append(_flat(given["response_mask"], piece, lambda m: m if m.dtype == whole else m.bool().view(binary)))
-    else:
-        flat.append((np.zeros(0, np.int64), begins_of_none))
-    advantages = given.get("advantages")
-    if advantages is not None and (advantages.is_nested or advantages.dim() == 2):
-        flat.append(_flat(advantages, piece, lambda part: part if part.dtype == dtype else part.sign().to(dtype)))
-    else:
-        flat.append((flat[0][0][:0], begins_of_none))
-        if advantages is not None:
-            sign_R = ((advantages[rows] > 0).long() - (advantages[rows] < 0).long()).numpy()
+    *log_probs, mask, advantages = given.values()
+    dtype = torch.float64 if any(each.dtype == torch.float64 for each in log_probs) else torch.float32
+    flat = [_flat(each, piece, lambda part: part.to(dtype)) for each in log_probs]
+    flat.append(_flat(mask, piece, lambda m: m if m.dtype == torch.int64 else m.bool().view(torch.uint8)))
+    flat.append(_flat(advantages, piece, lambda part: part if part.dtype == dtype else part.sign().to(dtype)))
     arrays, begins = zip(*flat, strict=True)
-    arguments = (*arrays, sign_R, np.stack(begins), lengths_R.long().numpy())
+    arguments = (*arrays, np.stack(begins), piece[-1].long().numpy())
     try:
-        return kernel.measure_responses(*arguments)  # type: ignore[no-any-return]
+        return kernel.measure_responses(*arguments)
     except OSError:  # compiled, but not saved for other processes: the disk is full
-        return kernel.measure_responses(*arguments)  # type: ignore[no-any-return]
+        return kernel.measure_responses(*arguments)
 
 
 def _flat(

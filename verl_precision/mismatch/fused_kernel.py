@@ -36,28 +36,28 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 def compiled(function: FunctionT) -> FunctionT:
     """Compile a function that other processes find compiled; where no folder can be written, each compiles its own."""
     try:
-        return njit(nogil=True, error_model="numpy", cache=True)(function)  # type: ignore[no-any-return]
+        return njit(nogil=True, error_model="numpy", cache=True)(function)
     except RuntimeError:  # numba found no folder for it
-        return njit(nogil=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+        return njit(nogil=True, error_model="numpy")(function)
 
 
 @njit(fastmath={"reassoc", "nsz"})
-def _plus(total, value):  # type: ignore[no-untyped-def]
+def _plus(total, value):
     return total + value
 
 
 @njit(fastmath={"reassoc", "nsz", "contract"})
-def _plus_product(total, one, other):  # type: ignore[no-untyped-def]
+def _plus_product(total, one, other):
     return total + one * other
 
 
 @njit(fastmath={"contract"})
-def _product_plus(one, other, summand):  # type: ignore[no-untyped-def]
+def _product_plus(one, other, summand):
     return one * other + summand
 
 
 @njit
-def _pair(k, r):  # type: ignore[no-untyped-def]
+def _pair(k, r):
     return _product_plus(SERIES[k + 1], r, SERIES[k])
 
 
@@ -78,7 +78,7 @@ _least, _most = _extreme("<"), _extreme(">")
 
 
 @njit(error_model="numpy")
-def exponential(x):  # type: ignore[no-untyped-def]
+def exponential(x):
     """Return 2ⁿ, e^r - 1 - r and r of an x in [-708, 709]; e^x = 2ⁿ e^r."""
     shifted = _product_plus(x, 1 / math.log(2), ROUNDER)
     n = shifted - ROUNDER
@@ -95,7 +95,7 @@ def exponential(x):  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def _sum(pi, mu, added, lows, highs):  # type: ignore[no-untyped-def]
+def _sum(pi, mu, added, lows, highs):
     """Add some tokens to the sums in the order of `TokenSums` (all but the first); return the sum of their gaps."""
     gaps = squares = k3 = distance = chi_square = mus = probs = 0.0
     probs_squares = diffs = diff_abs = diff_squares = cross = equal = 0.0
@@ -133,13 +133,12 @@ def _sum(pi, mu, added, lows, highs):  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def _sort(pi, mu, signs, sign, tokens, gaps, bits):  # type: ignore[no-untyped-def]
+def _sort(pi, mu, signs, tokens, gaps, bits):
     """Count some tokens by class and by bin of the histogram; negative gaps have classes of their own."""
     for i in range(len(pi)):
         log_mu = np.float64(mu[i])
         gap = np.float64(pi[i]) - log_mu
-        if len(signs):
-            sign = np.int64(signs[i] > 0) - np.int64(signs[i] < 0)
+        sign = np.int64(signs[i] > 0) - np.int64(signs[i] < 0)
         where = np.int64(min(log_mu * NATS_TO_DECADES, LAST_BIN)) * SIGN_COUNT + 1 + sign + (CLASSES if gap < 0 else 0)
         tokens[where] += 1
         gaps[where] += gap
@@ -147,7 +146,7 @@ def _sort(pi, mu, signs, sign, tokens, gaps, bits):  # type: ignore[no-untyped-d
 
 
 @njit(error_model="numpy")
-def _usable(pi, mu):  # type: ignore[no-untyped-def]
+def _usable(pi, mu):
     """Return how many tokens have two log-probs that are finite and not above 0; NaN fails every comparison."""
     number = 0
     for i in range(len(pi)):
@@ -156,25 +155,19 @@ def _usable(pi, mu):  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def _valid(mask):  # type: ignore[no-untyped-def]
+def _valid(mask):
     number = 0
     for i in range(len(mask)):
         number += mask[i] != 0
     return number
 
 
-@njit
-def _part(array, begin, size):  # type: ignore[no-untyped-def]
-    return array[begin : begin + size]  # of an empty array: nothing
-
-
 @compiled
-def measure_responses(pi, mu, mask, signs, sign_B, begins, lengths):  # type: ignore[no-untyped-def]
+def measure_responses(pi, mu, mask, signs, begins, lengths):
     """Sum over the tokens of some responses.
 
-    Log π, log μ (float32 or float64), mask (empty: all tokens count) and advantages (`signs`; empty: `sign_B`, [B]
-    int64, holds for all tokens of a response) are flat arrays. `begins` [4, B] int64 says where each response begins in
-    them, `lengths` [B] int64 how long it is.
+    Log π, log μ (float32 or float64), mask and advantages (`signs`) are flat arrays. `begins` [4, B] int64 says where
+    each response begins in them, `lengths` [B] int64 how long it is.
 
     Returned are the 13 sums in the order of `TokenSums`; int64 [2 CLASSES] tokens of each class, those with a negative
     gap apart, and their gaps; the int64 [2 HALF] counts of the histogram; [2], tokens that are not finite, and others
@@ -191,36 +184,33 @@ def measure_responses(pi, mu, mask, signs, sign_B, begins, lengths):  # type: ig
         unusable = 0
         for first in range(0, lengths[b], BLOCK):
             size = min(BLOCK, lengths[b] - first)
-            block_pi, block_mu = _part(pi, begins[0, b] + first, size), _part(mu, begins[1, b] + first, size)
-            block_mask, block_signs = _part(mask, begins[2, b] + first, size), _part(signs, begins[3, b] + first, size)
-            valid = _valid(block_mask) if len(mask) else size
+            at = begins[:, b] + first
+            block_pi, block_mu = pi[at[0] : at[0] + size], mu[at[1] : at[1] + size]
+            block_mask, block_signs = mask[at[2] : at[2] + size], signs[at[3] : at[3] + size]
+            valid = _valid(block_mask)
             if valid == 0:
                 continue
             if valid < size or _usable(block_pi, block_mu) < size:
                 n = 0
                 for i in range(size):
-                    if len(mask) and block_mask[i] == 0:
-                        continue
                     x, y = block_pi[i], block_mu[i]
+                    if block_mask[i] == 0:
+                        continue
                     if not (np.isfinite(x) and np.isfinite(y)):
                         left_out[0] += 1
                     elif x > 0 or y > 0:
                         left_out[1] += 1
                     else:
-                        kept_pi[n], kept_mu[n] = x, y
-                        if len(signs):
-                            kept_signs[n] = block_signs[i]
+                        kept_pi[n], kept_mu[n], kept_signs[n] = x, y, block_signs[i]
                         n += 1
                 unusable += valid - n
-                block_pi, block_mu = kept_pi[:n], kept_mu[:n]
-                if len(signs):
-                    block_signs = kept_signs[:n]
+                block_pi, block_mu, block_signs = kept_pi[:n], kept_mu[:n], kept_signs[:n]
             added[0] += len(block_pi)
             if len(block_pi):
                 final_gap_B[b] = np.float64(block_pi[-1]) - np.float64(block_mu[-1])
             length_B[b] += len(block_pi)
             log_ratio_B[b] += _sum(block_pi, block_mu, added, lows, highs)
-            _sort(block_pi, block_mu, block_signs, sign_B[b], tokens, gaps, bits)
+            _sort(block_pi, block_mu, block_signs, tokens, gaps, bits)
         if unusable or length_B[b] == 0:
             length_B[b] = -1
     return added, tokens, gaps, bits, left_out, lows, highs, per_response

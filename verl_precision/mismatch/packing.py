@@ -24,7 +24,7 @@ class Chunk:
     """The usable tokens of some whole responses."""
 
     log_probs: tuple[Tensor, ...]  # [N] float64 each, in the order given; all finite and <= 0
-    advantages_N: Tensor | None  # in the dtype given
+    advantages_N: Tensor  # in the dtype given
     lengths_R: Tensor  # int64, usable tokens of each response
     whole_R: Tensor  # bool, responses with at least one valid token and without an unusable one
     counts: dict[str, Statistic]  # metrics of how many tokens there are, and how many were left out
@@ -47,40 +47,52 @@ def packed_chunks(
 ) -> Iterator[Chunk]:
     """Check a batch, and yield its valid tokens in chunks of whole responses: at least one, which may be empty.
 
-    Log-probs are [B, T] floating, in nats, or all of them nested (`torch.jagged`); the mask [B, T], nonzero where a
-    token counts, or nested, or None for all nested ones; advantages as the log-probs, or [B]. `chunk_tokens` at a time,
-    at least one response; None fits the device. What masked tokens hold is never looked at.
+    Tensors are as in `checked`. `chunk_tokens` at a time, at least one response; None fits the device. What masked
+    tokens hold is never looked at.
     """
     given = checked(log_probs, response_mask, advantages)
-    for rows, tokens, lengths_R in row_slices(given[next(iter(log_probs))], chunk_tokens):
-        yield _pack(given, tuple(log_probs), rows, tokens, lengths_R)
+    for rows, tokens, lengths_R in row_slices(given["response_mask"], chunk_tokens):
+        flat = {name: x.values()[tokens] if x.is_nested else x[rows].reshape(-1) for name, x in given.items()}
+        index_N = _positions(flat.pop("response_mask"))
+        ends_R = torch.searchsorted(index_N, lengths_R.cumsum(0))
+        *of_tokens, advantages_N = (values.index_select(0, index_N) for values in flat.values())
+        yield _usable([values.double() for values in of_tokens], advantages_N, ends_R.diff(prepend=ends_R.new_zeros(1)))
 
 
 def checked(
     log_probs: Mapping[str, Tensor], response_mask: Tensor | None, advantages: Tensor | None
 ) -> dict[str, Tensor]:
-    """Return a batch's tensors by name, without what is None.
+    """Return a batch's log-probs, its `response_mask` and its `advantages`, all of one shape and layout.
 
-    Log-probs and advantages are floating, of one shape and layout, and a mask stands beside padded ones.
+    Log-probs are [B, T] floating, in nats, or all of them nested (`torch.jagged`); the mask [B, T], nonzero where a
+    token counts, or nested, or None for all nested ones; advantages as the log-probs, or [B], or None: they have no
+    sign.
     """
-    tensors = {**log_probs, "response_mask": response_mask, "advantages": advantages}
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    first = next(iter(given.values()))
+    name_of_first, first = next(iter(log_probs.items()))
     if response_mask is None and not first.is_nested:
         raise ConfigurationError(
             "response_mask is None", allowed="[B, T] beside padded log-probs", remedy="Pass the mask."
         )
-    for name, tensor in given.items():
+    for name, tensor in {**log_probs, "response_mask": response_mask, "advantages": advantages}.items():
+        if tensor is None:
+            continue
         per_response = name == "advantages" and not tensor.is_nested and tensor.shape == first.shape[:1]
         floating = tensor.is_floating_point() or name == "response_mask"
         if not floating or not (per_response or _same_shape(tensor, first)):
+            shapes = ["nested" if each.is_nested else tuple(each.shape) for each in (tensor, first)]
             raise ConfigurationError(
-                f"{name} is {_described(tensor)}, {next(iter(given))} {_described(first)}",
+                f"{name} is {tensor.dtype}, {shapes[0]}, {tensor.layout}, "
+                f"{name_of_first} {first.dtype}, {shapes[1]}, {first.layout}",
                 allowed="floating-point [B, T] of one shape for all, or nested with the same lengths, layout "
                 "torch.jagged, contiguous (advantages also [B])",
                 remedy="Pad or nest all of them alike; .contiguous() closes holes.",
             )
-    return given
+    if response_mask is None:
+        response_mask = _of_tokens(torch.ones(first.shape[0], dtype=torch.bool, device=first.device), first)
+    if advantages is None:
+        advantages = torch.zeros(first.shape[0], device=first.device)
+    advantages = advantages if advantages.dim() == 2 else _of_tokens(advantages, first)
+    return {**log_probs, "response_mask": response_mask, "advantages": advantages}
 
 
 def row_slices(batch: Tensor, chunk_tokens: int | None) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -109,26 +121,16 @@ def row_slices(batch: Tensor, chunk_tokens: int | None) -> Iterator[tuple[slice,
 def _offsets(batch: Tensor) -> Tensor:
     """Return where each response begins among all tokens, padding included, [B + 1]."""
     if batch.is_nested:
-        return batch.offsets()  # type: ignore[attr-defined, no-any-return]
+        return batch.offsets()  # type: ignore[attr-defined]
     return torch.arange(batch.shape[0] + 1, device=batch.device) * batch.shape[1]
 
 
-def _pack(given: dict[str, Tensor], names: tuple[str, ...], rows: slice, tokens: slice, lengths_R: Tensor) -> Chunk:
-    """Gather the valid tokens of some responses; `tokens` is where a jagged batch holds them."""
-    flat = {}
-    for name, tensor in given.items():
-        if tensor.is_nested:
-            flat[name] = tensor.values()[tokens]
-        elif tensor.dim() == 2:
-            flat[name] = tensor[rows].reshape(-1)
-    if "response_mask" in flat:
-        index_N = _positions(flat.pop("response_mask"))
-        flat = {name: tensor.index_select(0, index_N) for name, tensor in flat.items()}
-        ends_R = torch.searchsorted(index_N, lengths_R.cumsum(0))
-        lengths_R = ends_R.diff(prepend=ends_R.new_zeros(1))
-    if "advantages" in given and "advantages" not in flat:  # one a response
-        flat["advantages"] = given["advantages"][rows].repeat_interleave(lengths_R)
-    return _usable([flat[name].double() for name in names], flat.get("advantages"), lengths_R)
+def _of_tokens(values_B: Tensor, batch: Tensor) -> Tensor:
+    """Return a value of each response as that of each of its tokens, in a batch's layout."""
+    if not batch.is_nested:
+        return values_B.unsqueeze(1).expand(batch.shape)
+    offsets = _offsets(batch)
+    return torch.nested.nested_tensor_from_jagged(values_B.repeat_interleave(offsets.diff()), offsets=offsets)
 
 
 def _positions(mask: Tensor) -> Tensor:
@@ -138,7 +140,7 @@ def _positions(mask: Tensor) -> Tensor:
     return torch.from_numpy(np.flatnonzero(mask.bool().numpy()))
 
 
-def _usable(log_probs: list[Tensor], advantages_N: Tensor | None, lengths_R: Tensor) -> Chunk:
+def _usable(log_probs: list[Tensor], advantages_N: Tensor, lengths_R: Tensor) -> Chunk:
     """Leave out tokens with a log-prob that is not finite or above 0; rare, so looked for by the extremes first."""
     whole_R = lengths_R > 0
     nonfinite = positive = lengths_R.new_zeros(())
@@ -153,7 +155,7 @@ def _usable(log_probs: list[Tensor], advantages_N: Tensor | None, lengths_R: Ten
         whole_R, lengths_R = whole_R & (usable_R == lengths_R), usable_R
         nonfinite, positive = (~finite_N).sum(), (finite_N & ~usable_N).sum()
         log_probs = [values[usable_N] for values in log_probs]
-        advantages_N = None if advantages_N is None else advantages_N[usable_N]
+        advantages_N = advantages_N[usable_N]
     counts = {"tokens": lengths_R.sum(), "nonfinite_tokens": nonfinite, "positive_log_probs": positive}
     totals: dict[str, Statistic] = {name: Count(number) for name, number in counts.items()}
     return Chunk(tuple(log_probs), advantages_N, lengths_R, whole_R, totals)
@@ -166,8 +168,3 @@ def _same_shape(one: Tensor, other: Tensor) -> bool:
         return one.shape == other.shape
     has_holes = one.layout != torch.jagged or one.lengths() is not None  # type: ignore[attr-defined]
     return not has_holes and torch.equal(_offsets(one), _offsets(other))
-
-
-def _described(tensor: Tensor) -> str:
-    shape = "nested" if tensor.is_nested else tuple(tensor.shape)
-    return f"{tensor.dtype}, {shape}, {tensor.layout}"

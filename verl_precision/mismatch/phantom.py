@@ -90,9 +90,7 @@ def _token_statistics(chunk: Chunk) -> dict[str, Statistic]:
 def _clip_statistics(chunk: Chunk, clip: ClipRange, beta_in_ratio: bool, counted_R: Tensor) -> dict[str, Statistic]:
     """Return metrics of clipped tokens, with and without beta; `counted_R`: whose last token counts."""
     trainer_N, shadow_N, mu_N = chunk.log_probs
-    assert chunk.advantages_N is not None
     advantages_N = chunk.advantages_N
-    positive_N = advantages_N > 0
 
     def ratio(log_ratio_N: Tensor) -> Tensor:
         if not clip.sequence:
@@ -102,13 +100,12 @@ def _clip_statistics(chunk: Chunk, clip: ClipRange, beta_in_ratio: bool, counted
         means_R = torch.where(chunk.whole_R, sums_R / chunk.lengths_R.clamp(min=1), 0)
         return means_R.repeat_interleave(chunk.lengths_R)
 
-    def clipped(log_ratio_N: Tensor) -> Tensor:
-        return clip.silences(log_ratio_N, advantages_N)
-
-    with_beta_N, without_N = clipped(ratio(trainer_N - mu_N)), clipped(ratio(shadow_N - mu_N))
+    with_beta_N, without_N = (
+        clip.has_no_gradient(ratio(log_probs_N - mu_N), advantages_N) for log_probs_N in (trainer_N, shadow_N)
+    )
     n, bounds = trainer_N.new_full((), len(chunk)), tuple(clip)
     final_E = chunk.last_R[counted_R]
-    useful_E = final_E[positive_N[final_E]]
+    useful_E = final_E[advantages_N[final_E] > 0]
     silenced = (with_beta_N if beta_in_ratio else without_N)[useful_E].sum()
     final = {"final_token_clip_fraction": Share(silenced, n.new_full((), len(useful_E)), bounds)}
     if not beta_in_ratio:
@@ -118,7 +115,7 @@ def _clip_statistics(chunk: Chunk, clip: ClipRange, beta_in_ratio: bool, counted
             **final,
         }
     phantom_N, beta_N = with_beta_N & ~without_N, ratio(trainer_N - shadow_N)
-    classes_N = token_classes(mu_N, chunk.advantages_N)
+    classes_N = token_classes(mu_N, advantages_N)
     tokens_C, phantom_C = (torch.bincount(classes_N, w, minlength=CLASSES).double() for w in (None, phantom_N.double()))
     return {
         "beta_beyond_clip_fraction": Share(((beta_N > clip.high) | (beta_N < clip.low)).sum(), n, bounds),

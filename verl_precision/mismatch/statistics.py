@@ -8,7 +8,7 @@ go into `token_sums.py`; `fused.py` says which of two ways takes them.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -79,6 +79,15 @@ class MismatchStatistics(mergeable.StatisticSet):
         final_gap_E = found.final_gap_B if ended is None else found.final_gap_B[ended.cpu()[found.whole_B]]
         final = mergeable.Mean(final_gap_E.sum(), final_gap_E.new_full((), len(final_gap_E)))
         return cls.on_cpu({**found.counts, **tokens, **responses, "final_token_gap_mean": final})
+
+    def totals(self, names: Iterable[str]) -> dict[str, mergeable.Statistic]:
+        """Return statistics of counts and means by the names of their metrics, without their parts by sign or bin."""
+        found = {name: self.statistics.get(name.removeprefix(self.prefix)) for name in names}
+        return {
+            name: mergeable.Mean(each.total.sum(), each.number.sum()) if isinstance(each, mergeable.Mean) else each
+            for name, each in found.items()
+            if each is not None
+        }
 
     def histograms(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return `mismatch/log_prob_gap` -> (edges [K + 1] in nats, -inf to inf; counts [K] of tokens), if measured."""

@@ -19,13 +19,10 @@ CLASSES = len(PROBABILITY_BINS) * SIGN_COUNT
 NATS_TO_DECADES, LAST_BIN = -1 / math.log(10), len(PROBABILITY_BINS) - 1
 
 
-def token_classes(rollout_log_probs_N: Tensor, advantages_N: Tensor | None) -> Tensor:
-    """Return [N] int32, 3 x bin + sign; an advantage of 0 or NaN, or none at all, has no sign."""
+def token_classes(rollout_log_probs_N: Tensor, advantages_N: Tensor) -> Tensor:
+    """Return [N] int32, 3 x bin + sign; an advantage of 0 or NaN has no sign."""
     bins_N = (rollout_log_probs_N * NATS_TO_DECADES).clamp_(max=LAST_BIN)
-    classes_N = bins_N.to(torch.int32).mul_(SIGN_COUNT).add_(1)
-    if advantages_N is not None:
-        classes_N += advantages_N.sign().to(torch.int32)  # of NaN it is 0
-    return classes_N
+    return bins_N.to(torch.int32).mul_(SIGN_COUNT).add_(1).add_(advantages_N.sign().to(torch.int32))  # of NaN it is 0
 
 
 def class_totals(classes_N: Tensor, values_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -47,7 +47,7 @@ class TokenSums(Statistic):
     histogram: Tensor = added()  # the number of gaps in each bin (`histogram.py`)
 
 
-def sums_of(pi_N: Tensor, mu_N: Tensor, gap_N: Tensor, advantages_N: Tensor | None) -> TokenSums:
+def sums_of(pi_N: Tensor, mu_N: Tensor, gap_N: Tensor, advantages_N: Tensor) -> TokenSums:
     """Return the sums of one chunk's tokens, at least one, from log π, log μ (float64), and their difference.
 
     Only the sign of advantages matters. Arrays are used again and few live at once, for speed.

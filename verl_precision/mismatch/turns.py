@@ -3,14 +3,14 @@
 A turn is a maximal run of tokens that the policy wrote, as the response mask tells.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from verl_precision.base.mergeable import Maximum, Mean, Statistic, merge_by_name
+from verl_precision.base.mergeable import Maximum, Mean, Statistic, StatisticSet
 from verl_precision.mismatch.metric_names import BY_VERSION, TOOL_FRACTION, TURNS_MAX, of_turn
 from verl_precision.mismatch.statistics import MismatchStatistics
 
@@ -41,12 +41,10 @@ def turns_of(response_mask: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class MismatchByTurn:
+class MismatchByTurn(StatisticSet):
     """The metrics `mismatch/turn_<k>/...`, mergeable; none where no response has a second turn."""
 
-    # turn, 1 to `FURTHEST` -> the statistics of its tokens
-    groups: Mapping[int, MismatchStatistics] = field(default_factory=dict)
-    further: Mapping[str, Statistic] = field(default_factory=dict)
+    prefix: ClassVar[str] = ""
 
     @classmethod
     @torch.no_grad()
@@ -68,29 +66,21 @@ class MismatchByTurn:
         values = turns.values() if turns.is_nested else turns
         written, most = values.count_nonzero().double(), int(values.max()) if values.numel() else 0
         tokens = torch.tensor(float(values.numel())) if lengths is None else lengths.sum().double()
-        further = {
+        found: dict[str, Statistic] = {
             TURNS_MAX: Maximum(torch.tensor(float(most))),
             TOOL_FRACTION: Mean(tokens.cpu() - written.cpu(), tokens.cpu()),
         }
-        groups = {1: whole} if most < 2 else {}
-        for turn in range(1, min(most, FURTHEST) + 1) if most > 1 else ():
-            of_turn_N = values == turn if turn < FURTHEST else values >= turn
-            if turns.is_nested:
-                of_turn_N = torch.nested.nested_tensor_from_jagged(of_turn_N, offsets=turns.offsets())  # type: ignore[attr-defined]
-            groups[turn] = MismatchStatistics.measure(trainer_log_probs, rollout_log_probs, of_turn_N)
-        return cls(groups, {name: statistic.on_cpu() for name, statistic in further.items()})
-
-    def merge(self, other: Self) -> Self:
-        """Return the statistics of both pieces together; neither changes."""
-        pairs = ((self.groups, other.groups), (self.further, other.further))
-        return type(self)(*(merge_by_name(pair) for pair in pairs))
+        for turn in range(1, min(most, FURTHEST) + 1):
+            if most > 1:
+                of_turn_N = values == turn if turn < FURTHEST else values >= turn
+                if turns.is_nested:
+                    offsets = turns.offsets()  # type: ignore[attr-defined]
+                    of_turn_N = torch.nested.nested_tensor_from_jagged(of_turn_N, offsets=offsets)
+                whole = MismatchStatistics.measure(trainer_log_probs, rollout_log_probs, of_turn_N)
+            found |= {of_turn(turn, name): statistic for name, statistic in whole.totals(BY_VERSION).items()}
+        return cls.on_cpu(found)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics by name."""
-        if len(self.groups) < 2:
-            return {}
-        found = {name: statistic.value() for name, statistic in self.further.items()}
-        for turn, group in self.groups.items():
-            metrics = group.metrics()
-            found |= {of_turn(turn, name): metrics[name] for name in BY_VERSION if name in metrics}
-        return found
+        found = super().metrics()
+        return found if found.get(TURNS_MAX, 0) > 1 else {}

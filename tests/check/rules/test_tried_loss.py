@@ -35,7 +35,7 @@ PLANTED = [
     ("loss-ignores-mask", "error", tried(masked=0.2), SEVERAL, "0.2 of its size"),
     ("loss-not-finite", "error", tried(nonfinite="8 micro-batches"), SEVERAL, "8 micro-batches"),
     ("loss-not-finite", "error", tried(nonfinite="two ranks", cuts=MEAN.cuts, masked=1.0), SEVERAL, "two ranks"),
-    ("loss-changes-inputs", "warning", tried(changed=("log_probs", "mask")), SEVERAL, "to log_prob, response_mask"),
+    ("loss-changes-inputs", "warning", tried(changed=("trainer_log_probs",)), SEVERAL, "to log_prob."),
     ("loss-unusable", "error", TriedLoss(unusable="it returns float"), SEVERAL, "it returns float"),
     ("loss-unusable", "error", TriedLoss(problem="it raises X", owner="verl.y.z"), SEVERAL, "it raises X"),
     ("loss-not-tried", "unchecked", TriedLoss(problem="it raises X", owner="mine.my_loss"), SEVERAL, "it raises X"),

@@ -151,9 +151,9 @@ def test_contradiction_is_refused_before_the_run(estimator, override, message):
 
 
 @pytest.mark.parametrize(("estimator", "counts", "changes", "message"), [
-    ("grpo", {"dp_size": 2}, {}, "dp_size=2.*global_batch_size"),
-    ("pg_seq_is", {"dp_size": 2}, {}, "dp_size=2.*global_batch_size"),
-    ("grpo", {"dp_size": 2, "global_batch_size": 4}, {"loss_agg_mode": "token-mean"}, "batch_num_tokens"),
+    ("grpo", {"dp_size": 2}, {}, "num_responses.*dp_size=2"),
+    ("pg_seq_is", {"dp_size": 2}, {}, "num_responses.*dp_size=2"),
+    ("grpo", {"dp_size": 2, "global_batch_size": 4}, {"loss_agg_mode": "token-mean"}, "num_tokens"),
     ("pg_seq_is", {}, {"rollout_is_weights": torch.ones(2, 3)}, r"rollout_correction\.rollout_is made weights that"),
     ("grpo", {}, {"config": None}, "config=None"),
 ])  # fmt: skip

@@ -1,5 +1,6 @@
 """What is said of a token is what the loss does with it: by hand, and against the papers' equations in float64."""
 
+import inspect
 import math
 import sys
 from dataclasses import replace
@@ -8,14 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from composer import compose_estimator
 from kept_responses import GRPO, response
 
 from verl_precision.losses import POLICY_LOSSES
 from verl_precision.losses.clipping import ClipRange
-from verl_precision.tools.kept_tokens.decisions import LOST, OTHERS, Estimator, Tokens, decide, decisions_of
+from verl_precision.losses.in_use import LossInUse
+from verl_precision.presets import preset_names
+from verl_precision.tools.kept_tokens.decisions import LOST, OTHERS, Tokens, decide, decisions_of
 from verl_precision.tools.kept_tokens.kept_file import DECISIONS
 
-sys.path.append(str(Path(__file__).parents[1] / "losses"))
+sys.path.append(str(Path(__file__).parents[2] / "losses"))
 from plain_equations import case_for, plain_gradient, random_case
 
 BY_NAME = {other.name.removesuffix(", bypass mode"): other for other in OTHERS}
@@ -30,7 +34,7 @@ def tokens_of(gaps, advantage=1.0, mask=None, shadow=None) -> Tokens:
     return Tokens(pi, mu, advantage * ones.double(), ones if mask is None else torch.tensor(mask), shadow)
 
 
-def said(estimator: Estimator, tokens: Tokens, current=True, **more) -> list[str]:
+def said(estimator: LossInUse, tokens: Tokens, current=True, **more) -> list[str]:
     return [DECISIONS[code] for code in decide(estimator, tokens, current, **more).codes]
 
 
@@ -53,7 +57,7 @@ def test_clipping_by_hand(gap, advantage, shadow, current, expected):
 
 
 def test_the_dual_clip_of_verls_own_loss():
-    stated = Estimator("vanilla", "vanilla", clip=(False, -0.2, 0.2, math.log(3)))
+    stated = LossInUse("vanilla", "vanilla", clip=(False, -0.2, 0.2, math.log(3)))
     assert said(stated, tokens_of([1.0, 1.2], -1.0), False) == ["kept", "clipped"]
 
 
@@ -106,7 +110,7 @@ def test_what_verls_rejection_took_out_is_masked_and_its_weights_are_taken():
 
 
 def test_a_loss_that_does_not_say_where_it_clips_is_not_known():
-    assert said(Estimator("mine", "mine", known=False), tokens_of([0.5, 0.5])) == ["not known"] * 2
+    assert said(LossInUse("mine", "mine", known=False), tokens_of([0.5, 0.5])) == ["not known"] * 2
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -155,4 +159,31 @@ def test_any_registered_loss_can_be_asked():
     for name, entry in POLICY_LOSSES.items():
         bounds = {"threshold": 3.0, "rejection_threshold": 0.5, "clip_low": 0.2, "clip_high": 0.28}
         given = {key: value for key, value in bounds.items() if key in entry.parameters}
-        assert len(said(Estimator(name, name, given), tokens_of([0.1, 0.2]))) == 2
+        assert len(said(LossInUse(name, name, given), tokens_of([0.1, 0.2]))) == 2
+
+
+@pytest.mark.parametrize("preset", preset_names("estimator"))
+def test_every_preset_is_known_and_the_others_shown_are_the_presets(preset):
+    found = LossInUse.from_config(compose_estimator(preset))
+    assert found.known
+    if preset not in BY_NAME:
+        assert preset in ("dapo", "grpo_unclipped", "pg_seq_is", "ratio_one", "trm")
+        return
+    other = BY_NAME[preset]
+    assert (found.loss, found.level, found.level_threshold) == (other.loss, other.level, other.level_threshold)
+    assert found.against_rollout == (other.against_rollout and not other.name.endswith("bypass mode"))
+    defaults = inspect.signature(POLICY_LOSSES[found.loss].function).parameters
+    assert found.bounds == {name: defaults[name].default for name in found.bounds}, "the loss has the preset's numbers"
+
+
+def test_of_verls_own_losses_those_are_known_that_state_their_range():
+    def of(loss, **correction):
+        actor = {"policy_loss": {"loss_mode": loss}, "clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": 0.28}
+        config = {"actor_rollout_ref": {"actor": actor}, "algorithm": {"rollout_correction": correction}}
+        return LossInUse.from_config(config)
+
+    dual = ClipRange(False, math.log1p(-0.2), math.log1p(0.28), math.log(3))
+    assert of("vanilla", bypass_mode=True).known and of("vanilla", bypass_mode=True).clip == dual
+    assert not of("clip_cov").known and not of("cispo").known
+    assert of("bypass_mode", bypass_mode=True).known
+    assert not of("bypass_mode", bypass_mode=True, rollout_rs="token_k2").known

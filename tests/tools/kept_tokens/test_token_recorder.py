@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from composer import compose_estimator
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
@@ -15,11 +14,8 @@ from verl_precision.integration.engine import measurement
 from verl_precision.integration.engine.measurement import CANDIDATES, LOTS, REQUEST
 from verl_precision.integration.trainer.run_monitor import RunMonitor
 from verl_precision.integration.trainer.trainers import callbacks_asked_for
-from verl_precision.losses.clipping import ClipRange
-from verl_precision.presets import preset_names
-from verl_precision.tools.kept_tokens.decisions import OTHERS
 from verl_precision.tools.kept_tokens.kept_file import DECISIONS, index_of, response_at
-from verl_precision.tools.kept_tokens.recorder import TokenRecorder, estimator_of
+from verl_precision.tools.kept_tokens.recorder import TokenRecorder
 
 CONFIG = {
     "trainer": {"project_name": "project", "experiment_name": "run", "default_local_dir": "?", "logger": ["file"]},
@@ -231,30 +227,3 @@ def test_without_the_setting_nothing_is_asked_or_written(queue, tmp_path):
 def test_without_a_metrics_file_it_stands_among_the_checkpoints(queue, tmp_path):
     made = recorder(tmp_path, {"trainer": {"logger": ["console"], "default_local_dir": str(tmp_path / "run")}})
     assert made.path == tmp_path / "run" / "kept_tokens"
-
-
-@pytest.mark.parametrize("preset", preset_names("estimator"))
-def test_every_preset_is_known_and_the_others_shown_are_the_presets(preset):
-    found = estimator_of(compose_estimator(preset))
-    assert found.known
-    for other in OTHERS:
-        if other.name.removesuffix(", bypass mode") == preset:
-            assert (found.loss, dict(found.bounds)) == (other.loss, dict(other.bounds))
-            assert (found.level, found.level_threshold) == (other.level, other.level_threshold)
-            assert found.against_rollout == (other.against_rollout and not other.name.endswith("bypass mode"))
-            break
-    else:
-        assert preset in ("dapo", "grpo_unclipped", "pg_seq_is", "ratio_one", "trm")
-
-
-def test_of_verls_own_losses_those_are_known_that_state_their_range():
-    def of(loss, *changes):
-        policy_loss = {"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": loss}}}}
-        return estimator_of(OmegaConf.merge(CONFIG, policy_loss, *changes))
-
-    dual = ClipRange(False, math.log1p(-0.2), math.log1p(0.28), math.log(3))
-    assert of("vanilla", BYPASS).known and of("vanilla", BYPASS).clip == dual
-    assert not of("clip_cov").known and not of("cispo").known
-    assert of("bypass_mode", BYPASS).known
-    rejects = {"algorithm": {"rollout_correction": {"rollout_rs": "token_k2"}}}
-    assert not of("bypass_mode", BYPASS, rejects).known

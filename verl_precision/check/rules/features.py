@@ -23,7 +23,7 @@ from verl_precision.check.rules.rollout import replays_masks
 from verl_precision.check.rules.rule import Environment, Fault, rule
 from verl_precision.integration.ledger import CORE, REMEDY
 from verl_precision.integration.trainer.saving import saves
-from verl_precision.losses.rollout_weights import LEVELS
+from verl_precision.losses.rollout_weights import WEIGHT_KINDS
 
 # Feature -> setting, what to do without it, severity.
 FEATURES: dict[str, tuple[str, str, Any]] = table_of(__file__)
@@ -48,7 +48,7 @@ def asked_features(config: DictConfig, model: Mapping[str, Any]) -> list[str]:
         "lora.merge": lora_is_merged(config) and all_engines[0].our_fsdp,
         "arithmetic": setting["arithmetic"](default="native") != "native",
         "router_replay": on_cpu and setting["router_replay"](),
-        "rollout_is=vp_*": setting["rollout_is=vp_*"]() in LEVELS,
+        "rollout_is=vp_*": setting["rollout_is=vp_*"]() in WEIGHT_KINDS,
         "adv_estimator=rloo": ours and config.algorithm.adv_estimator == "rloo" and _own_loops(config),
         "repeatable": is_repeatable(config) or OmegaConf.select(config, BUFFER) == "SortedReplayBuffer",
         "vp_single_turn": setting["vp_single_turn"]() == AGENT_LOOP,

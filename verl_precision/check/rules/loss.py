@@ -11,7 +11,7 @@ from verl_precision.base.verl_config import engines, rollout_dtype
 from verl_precision.check.rules.rule import Environment, Fault, Severity, faults_raised_by, rule
 from verl_precision.losses import settings as limits
 from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
-from verl_precision.losses.rollout_weights import LEVELS
+from verl_precision.losses.rollout_weights import WEIGHT_KINDS
 
 ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
@@ -139,7 +139,7 @@ def threshold_misread(config: DictConfig, environment: Environment) -> Iterator[
     # this package's losses and weights say it in their own words
     own = {
         LOSS_CORRECTION: (limits.THRESHOLD, "threshold" in _needs(config)),
-        CORRECTION: (limits.WEIGHT_THRESHOLD, _correction(config).get("rollout_is") in LEVELS),
+        CORRECTION: (limits.WEIGHT_THRESHOLD, _correction(config).get("rollout_is") in WEIGHT_KINDS),
     }
     for path, correction in _corrections(config):
         rejects, setting = correction.get("rollout_rs_threshold"), f"{path}.rollout_rs_threshold"
@@ -148,7 +148,7 @@ def threshold_misread(config: DictConfig, environment: Environment) -> Iterator[
             allowed = "a number > 1, or a band whose parts have a decimal point, as 0.5_2.0"
             yield Fault(setting, problem, allowed, f"Set {setting}=2.0.")
         value, (setting, ours) = correction.get("rollout_is_threshold"), own[path]
-        level = LEVELS.get(correction.get("rollout_is"))
+        level = WEIGHT_KINDS.get(correction.get("rollout_is"))
         bounds = level.bounds if level else limits.require_threshold
         said = list(faults_raised_by(bounds, value, setting)) if ours else []
         yield from said
@@ -228,7 +228,7 @@ def loss_settings(config: DictConfig, environment: Environment) -> Iterator[Faul
 def weights_not_applied(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Weights of this package need a loss that applies them, and a verl that leaves them as they are."""
     correction, weights = _correction(config), _correction(config).get("rollout_is")
-    if weights not in LEVELS:
+    if weights not in WEIGHT_KINDS:
         return
     if "rollout_is_weights" not in _needs(config):
         applying = [name for name, entry in POLICY_LOSSES.items() if "rollout_is_weights" in entry.parameters]

@@ -10,7 +10,7 @@ from verl_precision.base.verl_config import ROLLOUT, SEEDED, is_repeatable
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rule import Environment, Fault, Severity, rule
 from verl_precision.check.who_decides import USERS, preset_of, speaker_of
-from verl_precision.losses.rollout_weights import LEVELS
+from verl_precision.losses.rollout_weights import WEIGHT_KINDS
 
 MODEL = "actor_rollout_ref.model"
 ACTOR = "actor_rollout_ref.actor"
@@ -121,7 +121,7 @@ NAMES = (
     Names("algorithm.kl_penalty", KL, "algorithm.use_kl_in_reward", True),
     Names(f"{ACTOR}.checkpoint.save_contents", CONTENTS),
     Names(f"{ACTOR}.checkpoint.load_contents", CONTENTS),
-    Names(f"{CORRECTION}.rollout_is", " ".join(("token", "sequence", *LEVELS))),
+    Names(f"{CORRECTION}.rollout_is", " ".join(("token", "sequence", *WEIGHT_KINDS))),
     Names(f"{CORRECTION}.rollout_rs", REJECTIONS),
     Names(f"{CORRECTION}.loss_type", "ppo_clip reinforce", f"{CORRECTION}.bypass_mode", True),
     Names(f"{MODEL}.override_config.attn_implementation", ATTENTIONS),

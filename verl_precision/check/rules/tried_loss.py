@@ -15,7 +15,7 @@ LOSS = f"{ACTOR}.policy_loss.loss_mode"
 LARGE = 0.3  # from this share of the gradient on, another cut is another run
 LARGE_OF_DRAWS = 1.0  # a loss that draws a share of the tokens draws at least one of a small batch
 OWN_AGGREGATION = ("token-mean", "seq-mean-token-mean")  # verl's default, and that of the losses that take no other
-NAMES = {"old_log_probs": "old_log_prob", "log_probs": "log_prob", "mask": "response_mask"}  # verl's of ours
+NAMES = {"old_log_probs": "old_log_prob", "trainer_log_probs": "log_prob"}  # verl's of ours
 THREADS = {"geo_mean": "verl#7913", "kl_cov": "verl#7829"}
 AGGREGATE = "Aggregate with verl's agg_loss(..., **config.global_batch_info)"
 
@@ -25,12 +25,11 @@ def loss_not_tried(config: DictConfig, environment: Environment) -> Faults:
     """Somebody's own loss could not be called."""
     tried = environment.loss
     if tried is not None and tried.problem and not _of_host(tried):
-        yield Fault(
-            setting=LOSS,
-            problem=f"the loss was called with a small batch, and {tried.problem}. Whether it is finite, and whether "
-            "its gradient depends on the micro-batches, is not known",
-            allowed="a loss that can be called as verl calls it, in a process of its own on a CPU",
-            remedy="Try it where it works: verl_precision.losses.invariance.try_loss.",
+        yield _fault(
+            f"the loss was called with a small batch, and {tried.problem}. Whether it is finite, and whether its "
+            "gradient depends on the micro-batches, is not known",
+            "a loss that can be called as verl calls it, in a process of its own on a CPU",
+            "Try it where it works: verl_precision.losses.invariance.try_loss.",
         )
 
 
@@ -42,12 +41,8 @@ def loss_unusable(config: DictConfig, environment: Environment) -> Faults:
         return
     said = tried.unusable or (tried.problem if _of_host(tried) and not _is_refused(config, environment) else "")
     if said:
-        yield Fault(
-            setting=LOSS,
-            problem=f"{said}. The first update ends so",
-            allowed="a loss that returns a scalar with a gradient, and a dictionary of metrics",
-            remedy="Correct the loss, or the setting that its message names.",
-        )
+        allowed = "a loss that returns a scalar with a gradient, and a dictionary of metrics"
+        yield _fault(f"{said}. The first update ends so", allowed, "Correct it, or the setting that its message names.")
 
 
 @rule("loss-replaced")
@@ -55,12 +50,8 @@ def loss_replaced(config: DictConfig, environment: Environment) -> Faults:
     """verl's registry keeps the last loss of a name."""
     tried = environment.loss
     if tried is not None and tried.replaced:
-        yield Fault(
-            setting=LOSS,
-            problem=f"{tried.owner} is registered under the name of a loss of this package, and runs in its place",
-            allowed="a name of its own, without vp_",
-            remedy="Register it under another name.",
-        )
+        problem = f"{tried.owner} is registered under the name of a loss of this package, and runs in its place"
+        yield _fault(problem, "a name of its own, without vp_", "Register it under another name.")
 
 
 @rule("loss-not-finite")
@@ -68,11 +59,10 @@ def loss_not_finite(config: DictConfig, environment: Environment) -> Faults:
     """NaN or inf on ordinary numbers."""
     trial = _trial(environment)
     if trial is not None and trial.nonfinite:
-        yield Fault(
-            setting=LOSS,
-            problem=f"its value or gradient is NaN or inf on an ordinary batch ({trial.nonfinite})",
-            allowed="a loss that is finite for ratios of 0.3 to 8, a response of one token, one without advantage",
-            remedy="Correct the loss, or choose another loss_mode.",
+        yield _fault(
+            f"its value or gradient is NaN or inf on an ordinary batch ({trial.nonfinite})",
+            "a loss that is finite for ratios of 0.3 to 8, a response of one token, one without advantage",
+            "Correct the loss, or choose another loss_mode.",
         )
 
 
@@ -81,12 +71,11 @@ def loss_ignores_mask(config: DictConfig, environment: Environment) -> Faults:
     """Tokens that are no response's train."""
     trial = _trial(environment)
     if trial is not None and not trial.nonfinite and trial.masked > DEPENDS:
-        yield Fault(
-            setting=LOSS,
-            problem=f"its gradient depends on what masked tokens hold (a tool's answers, padding): it changes by "
+        yield _fault(
+            "its gradient depends on what masked tokens hold (a tool's answers, padding): it changes by "
             f"{trial.masked:.2g} of its size",
-            allowed="a loss in which response_mask decides which tokens count",
-            remedy=f"{AGGREGATE}, and take no mean without the mask.",
+            "a loss in which response_mask decides which tokens count",
+            f"{AGGREGATE}, and take no mean without the mask.",
         )
 
 
@@ -110,13 +99,13 @@ def loss_depends_on_cut(config: DictConfig, environment: Environment) -> Faults:
     means = " (means over draws: it draws at random)" if trial.random else ""
     thread = f" {THREADS[name]}." if (name := OmegaConf.select(config, LOSS)) in THREADS else ""
     host = f"Have one micro-batch in an update, or choose another loss_mode.{thread}"
-    yield Fault(
-        setting=LOSS, severity=severity,
-        problem="its gradient depends on how a batch is cut. As a share of that of the whole batch, it changes by "
+    yield _fault(
+        "its gradient depends on how a batch is cut. As a share of that of the whole batch, it changes by "
         f"{', '.join(f'{size:.2g} ({name})' for name, size in shown.items())}{means}",
-        allowed="a loss that is divided by the counts of the whole mini-batch",
-        remedy=host if _of_host(tried) else f"{AGGREGATE}.",
-    )  # fmt: skip
+        "a loss that is divided by the counts of the whole mini-batch",
+        host if _of_host(tried) else f"{AGGREGATE}.",
+        severity,
+    )
 
 
 @rule("loss-changes-inputs", "warning")
@@ -124,12 +113,11 @@ def loss_changes_inputs(config: DictConfig, environment: Environment) -> Faults:
     """verl reads log-probs and mask again after the loss, for its KL and entropy terms."""
     trial = _trial(environment)
     if trial is not None and trial.changed:
-        yield Fault(
-            setting=LOSS,
-            problem=f"it writes to {', '.join(NAMES.get(name, name) for name in trial.changed)}. verl's KL and entropy "
-            "terms read log_prob and response_mask after it",
-            allowed="a loss that leaves its arguments as they are",
-            remedy="Write to a clone.",
+        yield _fault(
+            f"it writes to {', '.join(NAMES.get(name, name) for name in trial.changed)}. verl's KL and entropy terms "
+            "read log_prob and response_mask after it",
+            "a loss that leaves its arguments as they are",
+            "Write to a clone.",
         )
 
 
@@ -179,6 +167,10 @@ def _unlike(settings: list[list[Any]], actor: DictConfig) -> Iterator[tuple[str,
         fits = value in accepted[0] if isinstance(accepted[0], list) else accepted[0] <= float(value) <= accepted[1]
         if not fits:
             yield setting, value, papers
+
+
+def _fault(problem: str, allowed: str, remedy: str, severity: Severity | None = None) -> Fault:
+    return Fault(setting=LOSS, problem=problem, allowed=allowed, remedy=remedy, severity=severity or "")
 
 
 def _trial(environment: Environment) -> Trial | None:

@@ -15,7 +15,7 @@ from verl_precision.base.errors import ConfigurationError, RegistrationError
 from verl_precision.integration.trainer.merged_metrics import MergedMetric, keep_merged_metrics, metrics_of_loss
 from verl_precision.losses import settings as limits
 from verl_precision.losses.aggregation import Aggregation
-from verl_precision.losses.registry import PolicyLoss, on_registration
+from verl_precision.losses.registry import LossInputs, PolicyLoss, on_registration
 
 
 def register_losses(core_algos: ModuleType) -> None:
@@ -42,7 +42,7 @@ class AdaptedLoss:
     """A loss of `POLICY_LOSSES` with verl's calling convention."""
 
     def __init__(self, name: str, entry: PolicyLoss) -> None:
-        self.name, self.entry, self._needs = name, entry, entry.parameters
+        self.name, self.entry = name, entry
 
     def __call__(
         self,
@@ -61,47 +61,28 @@ class AdaptedLoss:
                 allowed="verl's ActorConfig",
                 remedy=f"Outside verl, call verl_precision.losses.POLICY_LOSSES[{self.name!r}].function with tensors.",
             )
-        if rollout_is_weights is not None and "rollout_is_weights" not in self._needs:
+        needs = self.entry.parameters
+        if rollout_is_weights is not None and "rollout_is_weights" not in needs:
             raise ConfigurationError(
-                "algorithm.rollout_correction.rollout_is made weights that this loss does not take: it would ignore "
-                "them",
+                "algorithm.rollout_correction.rollout_is made weights that this loss does not take",
                 setting="actor_rollout_ref.actor.policy_loss.loss_mode",
                 value=self.name,
                 allowed="a loss that takes the weights, or no weights",
                 remedy="Set algorithm.rollout_correction.rollout_is=null.",
             )
-        correction = config.policy_loss.get("rollout_correction", None) or {}
-        if "rollout_log_probs" in self._needs:
+        if "rollout_log_probs" in needs:
+            correction = config.policy_loss.get("rollout_correction", None) or {}
             limits.require_bypass(correction.get("bypass_mode", None), self.name)
         if loss_agg_mode == limits.NORM_MODE:
             limits.require_normalizer(config.loss_scale_factor)
         info = config.global_batch_info
-        offered = {
-            "trainer_log_probs": log_prob,
-            "rollout_log_probs": old_log_prob,
-            "proximal_log_probs": old_log_prob,
-            "advantages": advantages,
-            "response_mask": response_mask,
-            "rollout_is_weights": rollout_is_weights,
-            "aggregation": Aggregation(
-                mode=loss_agg_mode,
-                normalizer=config.loss_scale_factor,
-                num_responses=info.get("global_batch_size"),
-                num_tokens=info.get("batch_num_tokens"),
-                dp_size=info.get("dp_size") or 1,
-            ),
-        }
-        arguments: dict[str, Any] = {name: value for name, value in offered.items() if name in self._needs}
-        if "threshold" in self._needs:
-            arguments["threshold"] = limits.require_threshold(
-                correction.get("rollout_is_threshold", None), limits.THRESHOLD
-            )
-        if "rejection_threshold" in self._needs:
-            value = correction.get("rollout_rs_threshold", None)
-            arguments["rejection_threshold"] = limits.require_divergence(value, limits.REJECTION_THRESHOLD)
-        for side in ("low", "high"):
-            if f"clip_{side}" in self._needs:
-                value = config.get(f"clip_ratio_{side}", None)
-                arguments[f"clip_{side}"] = config.clip_ratio if value is None else value
-        output = self.entry.function(**arguments)
+        aggregation = Aggregation(
+            mode=loss_agg_mode,
+            normalizer=config.loss_scale_factor,
+            num_responses=info.get("global_batch_size"),
+            num_tokens=info.get("batch_num_tokens"),
+            dp_size=info.get("dp_size") or 1,
+        )
+        inputs = LossInputs(log_prob, old_log_prob, advantages, response_mask, rollout_is_weights)
+        output = self.entry(inputs, limits.LossSettings.from_config(config, needs), aggregation)
         return output.loss, metrics_of_loss(output.metrics)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verl_precision.integration.ledger import set_within, wrap_once
 from verl_precision.losses.metrics import weight_statistics
-from verl_precision.losses.rollout_weights import LEVELS
+from verl_precision.losses.rollout_weights import WEIGHT_KINDS
 from verl_precision.losses.settings import WEIGHT_THRESHOLD, require_plain_weights, require_threshold
 
 # The log-probs of trainer and rollout whose weights are being made: verl hands their difference on.
@@ -22,7 +22,7 @@ _log_probs: ContextVar[tuple[Tensor, Tensor]] = ContextVar("log_probs")
 
 
 def register_weights(rollout_corr_helper: ModuleType) -> None:
-    """Offer `LEVELS` in verl's rollout-correction step, once; verl's own levels pass through unchanged."""
+    """Offer `WEIGHT_KINDS` in verl's rollout-correction step, once; verl's own levels pass through unchanged."""
     wrap_once(rollout_corr_helper.__name__, "compute_rollout_correction_and_rejection_mask", _with_log_probs)
     wrap_once(rollout_corr_helper.__name__, "compute_rollout_correction_weights", _with_own_levels)
 
@@ -35,7 +35,7 @@ def _with_log_probs(wrapped, instance, args, kwargs):
 
 def _with_own_levels(wrapped, instance, args, kwargs):
     level = kwargs.get("rollout_is", args[2] if len(args) > 2 else None)
-    return (_own_weights if level in LEVELS else wrapped)(*args, **kwargs)
+    return (_own_weights if level in WEIGHT_KINDS else wrapped)(*args, **kwargs)
 
 
 def _own_weights(
@@ -46,19 +46,19 @@ def _own_weights(
     rollout_is_batch_normalize: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
     require_plain_weights(rollout_is_batch_normalize, rollout_is)
-    level = LEVELS[rollout_is]
-    level.bounds(rollout_is_threshold, WEIGHT_THRESHOLD)
-    policies = _log_probs.get() if level.of_log_probs else (log_ratio,)
-    weights_BT = level.weights(*policies, response_mask, rollout_is_threshold)
+    kind = WEIGHT_KINDS[rollout_is]
+    kind.bounds(rollout_is_threshold, WEIGHT_THRESHOLD)
+    policies = _log_probs.get() if kind.of_log_probs else (log_ratio,)
+    weights_BT = kind.weights(*policies, response_mask, rollout_is_threshold)
     valid_BT = response_mask.bool()
     rows_B = valid_BT.any(dim=-1)
     weights, counted = weights_BT, valid_BT
-    if level.of_responses:  # one weight per response: at every token that counts, and 0 at the others
+    if kind.of_responses:  # one weight per response: at every token that counts, and 0 at the others
         weights, counted = weights_BT.amax(dim=-1), rows_B
     beyond = weights == 0
-    if level.bounds is require_threshold:  # what has a tiny ratio has a weight of 0 too
+    if kind.bounds is require_threshold:  # what has a tiny ratio has a weight of 0 too
         log_of = torch.where(valid_BT, log_ratio, 0)
-        log_of = log_of.sum(dim=-1, dtype=torch.float64) if level.of_responses else log_of
+        log_of = log_of.sum(dim=-1, dtype=torch.float64) if kind.of_responses else log_of
         beyond = log_of > math.log(require_threshold(rollout_is_threshold))
     statistics = weight_statistics(weights, counted & weights.isfinite())
     numbers = {name.replace("actor/is_weight", "rollout_is"): item.value() for name, item in statistics.items()}

@@ -22,7 +22,7 @@ from verl.utils.device import get_device_name
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.integration.engine.build import LOWER_RATE, EnginePart
-from verl_precision.losses.metrics import ESS, EffectiveSampleSize, OfWeights
+from verl_precision.losses.metrics import ESS, EffectiveSampleSize, WeightStatistic
 
 FACTOR = "precision/learning_rate_factor"
 
@@ -37,7 +37,7 @@ class ScaledLearningRate:
     def __init__(self, base: float | None) -> None:
         self.base = base  # e₀; None: 1, in the updates for which the alarm asks, and in no other
         self._scales = False  # the update under way?
-        self._found: list[OfWeights] = []  # of the micro-batches of the update under way
+        self._found: list[WeightStatistic] = []  # of the micro-batches of the update under way
         self._factors: list[float] = []  # of the updates of the training step so far
 
     def watched(self, data: Any, loss_function: Callable) -> Callable:

@@ -1,10 +1,9 @@
 """What an estimator decides of each token of a response: kept, clipped, phantom-clipped, masked or truncated.
 
-No bound is computed here. A loss of `POLICY_LOSSES` is asked for its own gradient, Σₜ sₜ ∇log π(yₜ), once with its
-bounds and once with bounds so wide that none binds (`rollout_weights` likewise):
+A loss of `POLICY_LOSSES` says it itself (`LossOutput`); its gradient, Σₜ sₜ ∇log π(yₜ), is what a token is given:
 
     masked            sₜ = 0 for another reason than the clip range: a weight of 0, a response or token taken out
-    clipped           sₜ = 0, and not 0 without the clip range
+    clipped           sₜ = 0 for the clip range alone
     phantom-clipped   clipped, and not with the log-probs of the shadow: for its rounding alone (`phantom.py`)
     truncated         sₜ ≠ 0 is another number than without the bounds
     kept              all others, those without an advantage included
@@ -14,9 +13,8 @@ of a step, which sees the weights that the step begins with.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,9 +23,10 @@ from torch import Tensor
 import verl_precision.losses  # noqa: F401 - every loss is registered
 from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.clipping import ClipRange
-from verl_precision.losses.registry import POLICY_LOSSES
-from verl_precision.losses.rollout_weights import LEVELS
-from verl_precision.losses.settings import require_band
+from verl_precision.losses.in_use import LossInUse
+from verl_precision.losses.registry import POLICY_LOSSES, LossInputs
+from verl_precision.losses.rollout_weights import WEIGHT_KINDS
+from verl_precision.losses.settings import LossSettings, require_threshold
 from verl_precision.tools.kept_tokens.kept_file import (
     CLIPPED,
     DECISIONS,
@@ -42,68 +41,19 @@ from verl_precision.tools.kept_tokens.kept_file import (
 
 CODE = {name: code for code, name in enumerate(DECISIONS)}
 LOST = [CODE[name] for name in (CLIPPED, PHANTOM, MASKED)]  # a token with an advantage gave no gradient
-# Bounds that never bind: beyond 2e11, at which float32 ratios are held, and within float32.
-_WIDE = 1e30
-_WIDE_CLIP = {"clip_low": 1.0, "clip_high": _WIDE}
-_WIDE_BOUNDS = {**_WIDE_CLIP, "threshold": _WIDE, "rejection_threshold": _WIDE}
 _ROUNDING = 1e-4  # a weight that a bound changes by less counts as unchanged
+_LARGEST_LOG_RATIO = math.log(1e30)  # of verl's own losses
+_OURS = {"token": "vp_token_tis", "sequence": "vp_seq_mis"}  # levels of verl -> what they are here
 
-
-@dataclass(frozen=True)
-class Estimator:
-    """An estimator's name and numbers, all that its decisions depend on; plain, because it is kept with the tokens.
-
-    Attributes:
-        name: In words.
-        loss: verl's `loss_mode`.
-        bounds: Those of clip_low, clip_high, threshold and rejection_threshold that its function needs.
-        against_rollout: Whether the loss is given the rollout's log-probs as the old ones (bypass mode); else the
-            trainer's own, so that its ratio is 1.
-        level: `rollout_is`, or None.
-        level_threshold: Its threshold.
-        clip: `ClipRange` of a loss of verl's own.
-        beta_in_ratio: Whether the loss sees the trainer's log-probs, and not a shadow's.
-        known: Whether the loss says where its tokens lose their gradient.
-    """
-
-    name: str
-    loss: str
-    bounds: Mapping[str, float] = field(default_factory=dict)
-    against_rollout: bool = True
-    level: str | None = None
-    level_threshold: Any = None
-    clip: tuple[bool, float, float, float] | None = None
-    beta_in_ratio: bool = True
-    known: bool = True
-
-    def settings(self) -> dict[str, Any]:
-        """Return plain values; `Estimator(**values)` is the same again."""
-        return asdict(self)
-
-
-def _weighted(name: str, level: str, threshold: Any) -> Estimator:
-    return Estimator(name, "vp_grpo", {"clip_low": 0.2, "clip_high": 0.28}, False, level, threshold)
-
-
+WEIGHED = {"grpo_token_tis": 2.0, "grpo_seq_mis": 3.0, "geo_mask": "0.999_1.001", "icepop": "0.5_5.0", "kpop": 0.1}
 OTHERS = (
-    Estimator("grpo, bypass mode", "vp_grpo", {"clip_low": 0.2, "clip_high": 0.28}),
-    _weighted("grpo_token_tis", "vp_token_tis", 2.0),
-    _weighted("grpo_seq_mis", "vp_seq_mis", 3.0),
-    _weighted("geo_mask", "vp_geo_mask", "0.999_1.001"),
-    _weighted("icepop", "vp_icepop", "0.5_5.0"),
-    _weighted("kpop", "vp_kpop", 0.1),
-    Estimator("pg_seq_tis", "vp_pg_seq_tis", {"threshold": 3.0}),
-    Estimator("pg_seq_mis", "vp_pg_seq_mis", {"threshold": 3.0}),
-    Estimator("gspo, bypass mode", "vp_gspo", {"clip_low": 3e-4, "clip_high": 4e-4}),
-    Estimator("cispo, bypass mode", "vp_cispo", {"clip_low": 1.0, "clip_high": 5.0}),
-    Estimator("dppo_tv", "vp_dppo_tv", {"threshold": 20.0, "clip_low": 0.15, "clip_high": 0.15}),
-    Estimator("dppo_kl", "vp_dppo_kl", {"threshold": 20.0, "clip_low": 0.05, "clip_high": 0.05}),
-    Estimator(
-        "off_policy_sequence_mask", "vp_off_policy_sequence_mask",
-        {"rejection_threshold": 0.5, "clip_low": 0.2, "clip_high": 0.28},
-    ),
-)  # fmt: skip
-"""The presets whose decisions are shown beside the run's own, with their numbers."""
+    LossInUse("grpo, bypass mode", "vp_grpo"),
+    *(LossInUse(name, "vp_grpo", {}, False, f"vp_{name.removeprefix('grpo_')}", C) for name, C in WEIGHED.items()),
+    *(LossInUse(name, f"vp_{name}") for name in ("pg_seq_tis", "pg_seq_mis")),
+    *(LossInUse(f"{name}, bypass mode", f"vp_{name}") for name in ("gspo", "cispo")),
+    *(LossInUse(name, f"vp_{name}") for name in ("dppo_tv", "dppo_kl", "off_policy_sequence_mask")),
+)
+"""The presets whose decisions are shown beside the run's own; their losses have the presets' numbers by themselves."""
 
 
 class Decided(NamedTuple):
@@ -126,7 +76,7 @@ class Tokens:
 
 def decisions_of(response: KeptResponse) -> dict[str, list[str]]:
     """Return what was decided of each token: by the run's own estimator as it was kept, then what `OTHERS` decide."""
-    own = Estimator(**response.estimator_settings)
+    own = LossInUse(**response.estimator_settings)
     given = {part.name: getattr(response, part.name) for part in fields(Tokens)}
     tokens = Tokens(**{name: torch.from_numpy(values) for name, values in given.items() if values is not None})
     found = {own.name: response.decisions}
@@ -137,12 +87,12 @@ def decisions_of(response: KeptResponse) -> dict[str, list[str]]:
 
 
 def decide(
-    estimator: Estimator, tokens: Tokens, current: bool, weights: Tensor | None = None, left: Tensor | None = None
+    used: LossInUse, tokens: Tokens, current: bool, weights: Tensor | None = None, left: Tensor | None = None
 ) -> Decided:
     """Return what an estimator decides of each token.
 
     Args:
-        estimator: Which, and its numbers.
+        used: Which, and its numbers.
         tokens: The response.
         current: Whether the weights that sampled it are those that score it: then, without a shadow, the whole gap is
             rounding.
@@ -154,89 +104,73 @@ def decide(
         losses: its tokens are masked.
     """
     ours = tokens.mask.bool()
-    if left is not None:
-        tokens = replace(tokens, mask=left)
-    seen = tokens.log_probs
-    if not estimator.beta_in_ratio and tokens.shadow_log_probs is not None:
-        seen = tokens.shadow_log_probs
-    free_weights = None
-    if estimator.level is not None:
-        free_weights = _weights(estimator.level, seen, tokens, None)
-        if weights is None:
-            weights = _weights(estimator.level, seen, tokens, estimator.level_threshold)
-    slopes = _slopes(estimator, tokens, seen, weights, {})
+    tokens = tokens if left is None else replace(tokens, mask=left)
+    shadow = tokens.shadow_log_probs
+    seen = tokens.log_probs if used.beta_in_ratio or shadow is None else shadow
+    weights, held = _weights(used, seen, tokens, weights)
+    slopes, clipped, truncated = _outcome(used, tokens, seen, weights)
     lost = (slopes == 0) & (tokens.advantages != 0) & ours
-    codes = torch.full(ours.shape, CODE[KEPT if estimator.known else UNKNOWN], dtype=torch.uint8)
-    has_clip = _has_clip(estimator)
-    bounded = set(estimator.bounds) - (set(_WIDE_CLIP) if has_clip else set())
-    if bounded or free_weights is not None:
-        free = _slopes(estimator, tokens, seen, weights if free_weights is None else free_weights, _WIDE_BOUNDS)
-        codes[~lost & ((slopes - free).abs() > _ROUNDING * free.abs())] = CODE[TRUNCATED]
+    codes = torch.full(ours.shape, CODE[KEPT if used.known else UNKNOWN], dtype=torch.uint8)
+    for beyond in (held, truncated):
+        if beyond is not None:
+            codes[beyond & (slopes != 0)] = CODE[TRUNCATED]
     codes[lost] = CODE[MASKED]
-    if has_clip and bool(lost.any()):
-        clipped = lost & (_slopes(estimator, tokens, seen, weights, _WIDE_CLIP) != 0)
+    if clipped is not None and bool((clipped := clipped & lost).any()):
         codes[clipped] = CODE[CLIPPED]
-        reference = tokens.shadow_log_probs
-        if reference is None and current:
-            reference = tokens.rollout_log_probs
-        if reference is not None and estimator.beta_in_ratio and estimator.against_rollout:
-            codes[clipped & (_slopes(estimator, tokens, reference, weights, {}) != 0)] = CODE[PHANTOM]
+        reference = tokens.rollout_log_probs if shadow is None and current else shadow
+        if reference is not None and used.beta_in_ratio and used.against_rollout:
+            without_rounding, _, _ = _outcome(used, tokens, reference, weights)
+            codes[clipped & (without_rounding != 0)] = CODE[PHANTOM]
     codes[~ours] = CODE[NOT_OURS]
     return Decided(codes.numpy(), torch.where(ours, slopes, 0).float().numpy())
 
 
-def _has_clip(estimator: Estimator) -> bool:
-    entry = POLICY_LOSSES.get(estimator.loss)
-    return estimator.clip is not None if entry is None else entry.ratio is None or entry.ratio.clip is not None
+def _weights(
+    used: LossInUse, log_probs: Tensor, tokens: Tokens, weights: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the weights of a level, [T], if they are not given, and which of them are held at its threshold."""
+    kind = WEIGHT_KINDS.get(_OURS.get(used.level or "", used.level or ""))
+    if kind is None:
+        return weights, None
+    gap = log_probs - tokens.rollout_log_probs
+    if weights is None:
+        given = (log_probs, tokens.rollout_log_probs) if kind.of_log_probs else (gap,)
+        weights = kind.weights(*(each.unsqueeze(0) for each in (*given, tokens.mask)), used.level_threshold)[0]
+    if kind.bounds is not require_threshold:  # it keeps a token or not
+        return weights, None
+    gap = torch.where(tokens.mask.bool(), gap, 0)
+    free = (gap.sum() if kind.of_responses else gap).exp()
+    return weights, (weights / free - 1).abs() > _ROUNDING
 
 
-def _weights(level: str, log_probs: Tensor, tokens: Tokens, threshold: Any) -> Tensor | None:
-    """Return the weights of a level, [T]; without a threshold those of a bound that never binds; None: not ours."""
-    entry = LEVELS.get({"token": "vp_token_tis", "sequence": "vp_seq_mis"}.get(level, level))
+def _outcome(
+    used: LossInUse, tokens: Tokens, log_probs: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return sₜ, and which tokens a loss clips and truncates, [T] each, at these log-probs of the trainer."""
+    old, entry = tokens.rollout_log_probs if used.against_rollout else log_probs, POLICY_LOSSES.get(used.loss)
     if entry is None:
-        return None
-    if threshold is None:
-        threshold = f"{1 / _WIDE}_{_WIDE}" if entry.bounds is require_band else _WIDE
-    policies = (log_probs, tokens.rollout_log_probs)
-    given = policies if entry.of_log_probs else (policies[0] - policies[1],)
-    return entry.weights(*(each.unsqueeze(0) for each in (*given, tokens.mask)), threshold)[0]
-
-
-def _slopes(
-    estimator: Estimator, tokens: Tokens, log_probs: Tensor, weights: Tensor | None, wide: Mapping[str, float]
-) -> Tensor:
-    """Return sₜ, [T], of a loss with some of its bounds made `wide`, at these log-probs of the trainer."""
-    entry = POLICY_LOSSES.get(estimator.loss)
-    old = tokens.rollout_log_probs if estimator.against_rollout else log_probs
-    if entry is None:
-        return _of_stated_clip(estimator, tokens, log_probs - old, weights, bool(wide))
-    offered = {
-        "rollout_log_probs": old,
-        "proximal_log_probs": old,
-        "advantages": tokens.advantages,
-        "response_mask": tokens.mask,
-        "rollout_is_weights": weights,
-    }
-    needed = entry.parameters
-    given = {name: value.unsqueeze(0) for name, value in offered.items() if name in needed and value is not None}
-    bounds = {name: wide.get(name, value) for name, value in estimator.bounds.items()}
+        return _of_stated_clip(used, tokens, log_probs - old, weights)
+    inputs = LossInputs(log_probs.detach(), old, tokens.advantages, tokens.mask, weights)
+    inputs = inputs.of_all(lambda tensor: tensor.unsqueeze(0))
     with torch.enable_grad():
-        variable = log_probs.detach().unsqueeze(0).requires_grad_()
-        output = entry.function(trainer_log_probs=variable, aggregation=Aggregation("token-sum"), **given, **bounds)
-        (gradient,) = torch.autograd.grad(output.loss, variable)
-    return -gradient[0]
+        inputs.trainer_log_probs.requires_grad_()
+        output = entry(inputs, LossSettings(**used.bounds), Aggregation("token-sum"))
+        (gradient,) = torch.autograd.grad(output.loss, inputs.trainer_log_probs)
+    clipped, truncated = (None if each is None else each[0] for each in (output.clipped, output.truncated))
+    return -gradient[0], clipped, truncated
 
 
 def _of_stated_clip(
-    estimator: Estimator, tokens: Tokens, log_ratio: Tensor, weights: Tensor | None, wide: bool
-) -> Tensor:
-    """Return the slopes of a loss of verl's own, r A wherever its clip range does not bind."""
+    used: LossInUse, tokens: Tokens, log_ratio: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor | None, None]:
+    """Return the same of a loss of verl's own: r A wherever its clip range does not bind."""
     mask = tokens.mask.bool()
     log_ratio = torch.where(mask, log_ratio, 0).double()
-    clip = None if estimator.clip is None or wide else ClipRange(*estimator.clip)
-    if estimator.clip is not None and estimator.clip[0]:
+    if used.clip is not None and used.clip[0]:
         log_ratio = (log_ratio.sum() / mask.sum().clamp(min=1)).expand_as(log_ratio)
-    slopes = log_ratio.clamp(max=math.log(_WIDE)).exp() * tokens.advantages
-    if clip is not None:
-        slopes = torch.where(clip.silences(log_ratio, tokens.advantages), 0, slopes)
-    return torch.where(mask, slopes if weights is None else slopes * weights, 0)
+    slopes = log_ratio.clamp(max=_LARGEST_LOG_RATIO).exp() * tokens.advantages
+    slopes = torch.where(mask, slopes if weights is None else slopes * weights, 0)
+    if used.clip is None:
+        return slopes, None, None
+    clipped = ClipRange(*used.clip).has_no_gradient(log_ratio, tokens.advantages) & (slopes != 0)
+    return torch.where(clipped, 0, slopes), clipped, None

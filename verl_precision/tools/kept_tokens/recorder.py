@@ -12,19 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from verl_precision.integration.trainer.batch_fields import fetch_rows, real_rows
 from verl_precision.integration.trainer.logger_tables import log_table
 from verl_precision.integration.trainer.metrics_file import metrics_path
-from verl_precision.losses import settings as limits
-from verl_precision.losses.clipping import clip_range
-from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
+from verl_precision.losses.in_use import LossInUse
 from verl_precision.mismatch.candidates import Candidate, lot_of
 from verl_precision.mismatch.turns import turns_of
 from verl_precision.tools.kept_tokens import kept_file
-from verl_precision.tools.kept_tokens.decisions import LOST, Estimator, Tokens, decide
+from verl_precision.tools.kept_tokens.decisions import LOST, Tokens, decide
 from verl_precision.tools.kept_tokens.kept_file import KeptResponse, KeptSummary
 
 KEPT_TABLE = "mismatch/kept_responses"
@@ -41,7 +39,7 @@ class TokenRecorder:
         """Read what decides where and how much is written; no file is touched before `fit`."""
         self._trainer, config = trainer, trainer.config
         settings, rollout = trainer.monitor.settings, config.actor_rollout_ref.rollout
-        self.estimator, self._text = estimator_of(config), settings.keep_text
+        self.loss, self._text = LossInUse.from_config(config), settings.keep_text
         self.path = Path(config.trainer.default_local_dir) / kept_file.FOLDER
         if "file" in config.trainer.logger:
             self.path = kept_file.beside(metrics_path(config.trainer.project_name, config.trainer.experiment_name))
@@ -80,7 +78,7 @@ class TokenRecorder:
         of_lot = {lot_of(step, key): (key, tag) for key, tag in zip(*real_rows(batch), strict=True)}
         known = [(one, reason, *of_lot[one.lot]) for one, reason in chosen]
         names = ["prompts", "responses", "response_mask", "rollout_log_probs", "advantages", "rm_scores"]
-        if self.estimator.level is not None:
+        if self.loss.level is not None:
             names.append("rollout_is_weights")
         rows = fetch_rows([key for _, _, key, _ in known], batch.partition_id, *names)
         responses = [
@@ -100,7 +98,7 @@ class TokenRecorder:
         tokens = Tokens(one.log_probs, rollout, advantages, mask, one.shadow_log_probs)
         behind = max(step - 1 - tag["min_global_steps"], 0)
         weights = row.get("rollout_is_weights")
-        decided = decide(self.estimator, tokens, not behind, weights, None if before is None else left)
+        decided = decide(self.loss, tokens, not behind, weights, None if before is None else left)
         advantage, ours = advantages.numpy(), mask.numpy()
         with np.errstate(divide="ignore", invalid="ignore"):
             factors = np.where(ours & (advantage != 0), decided.slopes / advantage, np.nan)
@@ -119,7 +117,7 @@ class TokenRecorder:
             rollout_log_probs=rollout.numpy(), log_probs=one.log_probs.numpy(),
             shadow_log_probs=None if one.shadow_log_probs is None else one.shadow_log_probs.numpy(),
             advantages=advantage, weights=factors, mask=ours, turn=turn.numpy(), decisions=decided.codes, behind=behind,
-            estimator=self.estimator.name, estimator_settings=self.estimator.settings(),
+            estimator=self.loss.name, estimator_settings=self.loss.settings(),
             prompt_text=text, pieces=pieces,
         )  # fmt: skip
 
@@ -130,34 +128,3 @@ class TokenRecorder:
             if token not in self._words:
                 self._words[token] = kept_file.cut_text(self._trainer.tokenizer.decode([token]))
         return {token: self._words[token] for token in used}
-
-
-def estimator_of(config: DictConfig) -> Estimator:
-    """Return the estimator of a run, with the numbers that `policy_losses.AdaptedLoss` gives its loss."""
-    actor = config.actor_rollout_ref.actor
-    correction = OmegaConf.select(config, "algorithm.rollout_correction") or {}
-    of_loss = actor.policy_loss.get("rollout_correction") or {}
-    loss, bypass = actor.policy_loss.get("loss_mode", "vanilla"), bool(correction.get("bypass_mode"))
-    level = None if bypass else correction.get("rollout_is")
-    beta_in_ratio = OmegaConf.select(actor, "fsdp_config.shadow.ratio_source") != "shadow"
-    entry, ratio = POLICY_LOSSES.get(loss), ratio_of(actor)
-    bounds, clip, known = {}, None, True
-    if entry is None:
-        clip = clip_range(ratio, actor) if ratio is not None else None
-        by_itself = loss == "bypass_mode" and (correction.get("rollout_is") or correction.get("rollout_rs"))
-        known = clip is not None and loss != "clip_cov" and not by_itself
-    else:
-        if "threshold" in entry.parameters:
-            bounds["threshold"] = limits.require_threshold(of_loss.get("rollout_is_threshold"), limits.THRESHOLD)
-        if "rejection_threshold" in entry.parameters:
-            value = of_loss.get("rollout_rs_threshold")
-            bounds["rejection_threshold"] = limits.require_divergence(value, limits.REJECTION_THRESHOLD)
-        for side in ("low", "high"):
-            if f"clip_{side}" in entry.parameters:
-                value = actor.get(f"clip_ratio_{side}")
-                bounds[f"clip_{side}"] = float(actor.clip_ratio if value is None else value)
-    name = loss.removeprefix("vp_") + (f" with {level.removeprefix('vp_')}" if level else "")
-    if bypass and not (entry is not None and "rollout_log_probs" in entry.parameters):
-        name += ", bypass mode"
-    threshold = correction.get("rollout_is_threshold") if level else None
-    return Estimator(name, loss, bounds, bypass, level, threshold, clip, beta_in_ratio, known)

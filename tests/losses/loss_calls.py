@@ -1,4 +1,4 @@
-"""Configs of the composed presets, and the estimators through verl's own call."""
+"""Losses as tests call them: by themselves, and those of the composed presets through verl's own call."""
 
 import functools
 import pickle
