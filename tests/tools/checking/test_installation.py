@@ -49,7 +49,7 @@ def test_what_is_missing_comes_with_the_command_that_installs_it(monkeypatch):
 
 def shown() -> list[str]:
     seen = io.StringIO()
-    show_installation(installation.findings(), Console(file=seen, width=80))
+    show_installation(installation.findings(), Console(file=seen, width=80), every=False)
     return seen.getvalue().splitlines()
 
 

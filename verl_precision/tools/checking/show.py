@@ -83,20 +83,20 @@ def _rest(count: int, what: str, console: Console) -> None:
         console.print(f"the {WORST} worst of {count} {what}; --json has all", highlight=False)
 
 
-def show_installation(findings: Iterable[Finding], console: Console) -> list[Finding]:
+def show_installation(findings: Iterable[Finding], console: Console, every: bool) -> list[Finding]:
     """Print one line a group as soon as all of it is known, each problem in full, and the verdict; return the findings.
 
-    Importing the host to look at it takes seconds.
+    With `every`, each finding has its line, at once: importing the host to look at it takes seconds.
     """
     found = []
     for group, members in groupby(findings, key=lambda finding: finding.group):
         known = []
         for finding in members:
             known.append(finding)
-            if finding.warning or not finding.ok:
+            if every or finding.warning or not finding.ok:
                 show_findings([finding], console)
-        if all(finding.ok and not finding.warning for finding in known):
-            rest = f" (and {len(known) - 1} more; --json has all)" if len(known) > 1 else ""
+        if not every and all(finding.ok and not finding.warning for finding in known):
+            rest = f" (and {len(known) - 1} more; -v shows all)" if len(known) > 1 else ""
             show_findings([replace(known[0], what=group, detail=f"{known[0].detail}{rest}")], console)
         found += known
     wrong = sum(not finding.ok for finding in found)

@@ -44,6 +44,7 @@ def check(
         Option(help="With --cluster: file or folder that every node must see. Repeat the option for several."),
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
+    verbose: Annotated[bool, Option("--verbose", "-v", help="Without a config: print all that was looked at.")] = False,
 ) -> None:
     """Say what will run in which dtype, what is wrong, and what to do.
 
@@ -71,7 +72,7 @@ def check(
         elif words:
             ok = _check_recipe(words, (gpu, elsewhere, model_config), as_json)
         elif cluster is None:
-            ok = _check_installation(as_json)
+            ok = _check_installation(as_json, verbose)
         if cluster is not None:
             ok = _check_cluster(cluster, words, path or []) and ok
     raise Exit(0 if ok else 1)
@@ -134,7 +135,7 @@ def _check_model(model: Path, activations: bool, loss_scale: float, as_json: boo
     return ok
 
 
-def _check_installation(as_json: bool) -> bool:
+def _check_installation(as_json: bool, verbose: bool) -> bool:
     from verl_precision.base.versions import installed_versions
     from verl_precision.tools.checking.installation import findings
     from verl_precision.tools.checking.show import show_installation
@@ -147,7 +148,7 @@ def _check_installation(as_json: bool) -> bool:
         return ok
     named = "  ".join(f"{name}\u00a0{version}" for name, version in versions.items())  # a line ends between pairs
     console.print(paragraph(named, console).replace("\u00a0", " "), highlight=False, soft_wrap=True)
-    return all(finding.ok for finding in show_installation(findings(), console))
+    return all(finding.ok for finding in show_installation(findings(), console, verbose))
 
 
 def _check_cluster(address: str, words: list[str], paths: list[Path]) -> bool:

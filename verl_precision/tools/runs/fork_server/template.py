@@ -119,7 +119,7 @@ def _ordered(client: socket.socket, python: str) -> Order:
     with contextlib.suppress(ConnectionError):
         client.sendall(b"%d\n" % process)
     ended = os.pidfd_open(process)
-    if ended not in select.select([client, ended], [], [])[0]:
+    if ended not in select.select([client.fileno(), ended], [], [])[0]:
         os.kill(process, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     with contextlib.suppress(ConnectionError):
