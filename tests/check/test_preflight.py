@@ -107,7 +107,7 @@ def test_too_little_memory_and_shared_memory(config, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=2 << 30))
     monkeypatch.setattr(psutil, "disk_usage", lambda path: disk._replace(free=64 << 20))
     memory, shared = find_problems(config)
-    assert "2.0 GiB of memory" in memory and "/dev/shm has 64 MiB free" in shared and "--shm-size" in shared
+    assert "6 GiB of memory" in memory and "2.0" in memory and "64 MiB" in shared and "--shm-size" in shared
 
 
 @pytest.mark.parametrize(("place", "name", "found", "words"), [
@@ -127,7 +127,7 @@ def test_heads_without_a_kernel(config, model):
     """vLLM: "Unsupported CPU attention configuration: head_dim=16", at the first prompt."""
     change(model / "config.json", head_dim=16)
     (problem,) = find_problems(config)
-    assert str(model) in problem and "have 16 elements" in problem and "Allowed: 32, 48, 64" in problem
+    assert str(model) in problem and "16 elements" in problem and "Allowed: 32, 48, 64" in problem
     config.trainer.device = "cuda"
     assert not any("attention" in problem for problem in find_problems(config)), "a limit of the CPU's kernels"
 

@@ -10,7 +10,7 @@ from verl_precision.tools.selftest.session import run_selftest
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@pytest.mark.parametrize("name", [check.name for check in CHECKS])
+@pytest.mark.parametrize("name", [*CHECKS])
 def test_check_passes(name, tmp_path):
     (outcome,) = run_selftest(tmp_path, "cuda", [name], 1, Console())
     assert outcome.status == "passed", outcome.message

@@ -62,8 +62,12 @@ class Use(NamedTuple):
         return f"{self.where}: {'.'.join(filter(None, (self.module, self.name)))} is {self.what}: {REMEDY}"
 
 
+NAMED_TUPLE = ("_replace", "_asdict", "_fields", "_make")  # documented, so named that they are no field's name
+
+
 def private(dotted: str) -> bool:
-    return any(part.startswith("_") and not part.startswith("__") for part in dotted.split("."))
+    parts = [part for part in dotted.split(".") if part not in NAMED_TUPLE]
+    return any(part.startswith("_") and not part.startswith("__") for part in parts)
 
 
 def host(module: object) -> bool:
@@ -260,7 +264,7 @@ def test_symbol_looks_as_tested(entry: LedgerEntry):
     ("__all__", list, ""),
     ("detect_encoding", ("b",), ""),
     ("dumps", ("other",), r"json\.dumps takes \('obj', .*the tested releases take \('other',\)"),
-    ("JSONDecoder", dict, "JSONDecoder is of type type in the installed version; in the tested releases it is a dict"),
+    ("JSONDecoder", dict, "JSONDecoder is of type type in the installed version; the tested releases have a dict"),
     ("JSONDecoder.nothing", None, "JSONDecoder.nothing does not exist"),
     ("nothing", dict, "nothing does not exist"),
     ("nothing.here", (), "nothing.here does not exist"),

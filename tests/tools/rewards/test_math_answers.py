@@ -23,7 +23,7 @@ from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.integration.rewards import answer_tag, boxed_answer, math_answers, math_judge
+from verl_precision.tools.rewards import answer_tag, boxed_answer, math_answers, math_judge
 from verl_precision.tools.rewards.math_answers import _Judge
 
 pytest.importorskip("math_verify", reason="of the extra `dev`")

@@ -8,6 +8,7 @@ import json
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import psutil
@@ -21,7 +22,6 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from verl_precision.base.errors import ConfigurationError, fault_of_error
 from verl_precision.base.terminal import printable
@@ -42,27 +42,20 @@ _HEADERS = {
 }
 
 
-class _Guard(BaseHTTPMiddleware):
-    """Lets requests pass whose path begins with the token, and gives every answer its headers."""
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        super().__init__(app)
-        self._token = token
-
-    async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
-        """Answer a request."""
-        given, slash, rest = request.scope["path"].removeprefix("/").partition("/")
-        answer: Response
-        if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode()):
-            text = "The address lacks this server's token: take the whole one that was printed last.\n"
-            answer = PlainTextResponse(text, 403)
-        elif not slash:
-            answer = RedirectResponse(f"/{self._token}/")
-        else:
-            request.scope.update(path=f"/{rest}", raw_path=b"")
-            answer = await call_next(request)
-        answer.headers.update(_HEADERS)
-        return answer
+async def _guarded(token: str, request: Request, call_next: RequestResponseEndpoint) -> Response:
+    """Let requests pass whose path begins with the token, and give every answer its headers."""
+    given, slash, rest = request.scope["path"].removeprefix("/").partition("/")
+    answer: Response
+    if not hmac.compare_digest(given.encode(errors="surrogateescape"), token.encode()):
+        text = "The address lacks this server's token: take the whole one that was printed last.\n"
+        answer = PlainTextResponse(text, 403)
+    elif not slash:
+        answer = RedirectResponse(f"/{token}/")
+    else:
+        request.scope.update(path=f"/{rest}", raw_path=b"")
+        answer = await call_next(request)
+    answer.headers.update(_HEADERS)
+    return answer
 
 
 def application(live: Live, token: str, hosts: Sequence[str] = LOCAL) -> Starlette:
@@ -111,7 +104,7 @@ def application(live: Live, token: str, hosts: Sequence[str] = LOCAL) -> Starlet
         routes=[Route(path, _refusing(answer), methods=["GET"]) for path, answer in of_path.items()],
         middleware=[
             Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False),
-            Middleware(_Guard, token=token),
+            Middleware(BaseHTTPMiddleware, dispatch=partial(_guarded, token)),
             Middleware(GZipMiddleware, compresslevel=3),
         ],
     )
