@@ -148,6 +148,15 @@ def witness_left_over(config) -> None:
     assert (gpus // size) * size < gpus  # create_device_mesh: (world_size // fsdp_size, fsdp_size)
 
 
+def witness_monkey_patch(config) -> None:
+    from verl.models.transformers.monkey_patch import apply_monkey_patch
+
+    _, size = engines(config)[0].ulysses
+    model = type("Model", (), {"config": SimpleNamespace(**model_config(config))})()
+    with pytest.raises(AssertionError, match="num_attention_heads 12 must be divisible by ulysses_sp_size 8"):
+        apply_monkey_patch(model, ulysses_sp_size=size)
+
+
 def witness_context(config) -> None:
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 

@@ -45,6 +45,27 @@ def gpus_do_not_divide(config: DictConfig, environment: Environment) -> Iterator
         yield Fault(setting, problem, f"a divisor of {gpus}: {divisors}", remedy)
 
 
+@rule("heads-do-not-divide", about="attention heads over GPUs")
+def heads_do_not_divide(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """vLLM and Ulysses give each rank whole attention heads; keys and values are shared out, or copied, evenly."""
+    sizes = {PARALLEL: OmegaConf.select(config, PARALLEL)} if config.actor_rollout_ref.rollout.name == "vllm" else {}
+    policies = (each for each in engines(config) if each.strategy in FSDP and each.role != "critic")
+    sizes |= {each.ulysses[0]: each.ulysses[1] for each in policies}
+    if all(over == 1 for over in sizes.values()):
+        return
+    heads = environment.model.get("num_attention_heads")
+    kv = environment.model.get("num_key_value_heads") or heads
+    if not isinstance(heads, int):
+        return
+    # ModelConfig.verify_with_parallel_config of vLLM and the models' own classes; verl's apply_monkey_patch
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
+    for setting, over in sizes.items():
+        if over >= 1 and over not in fitting:
+            problem = f"{heads} attention heads, {kv} of keys and values, cannot be shared evenly by {over} ranks"
+            allowed = ", ".join(map(str, fitting))
+            yield Fault(setting, problem, allowed, f"Set {setting}={max(n for n in fitting if n <= over)}.")
+
+
 @rule("batch-does-not-divide")
 def batch_does_not_divide(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Each rank gets as many sequences of a mini-batch, and cuts them into micro-batches of one size."""
