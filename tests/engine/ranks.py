@@ -453,8 +453,17 @@ def test_resume_goes_on_exactly_and_is_refused_with_another_number_of_ranks(stra
         resumed.load_checkpoint(str(folder), del_local_after_load=False)
 
 
-def test_a_checkpoint_of_verls_own_starts_with_a_new_scale_and_says_so(caplog):
-    make_engine("fp16", plain=True).save_checkpoint(str(SHARED / "theirs"))
+def test_upstreams_resume_starts_with_a_new_scale(caplog):
+    theirs, again = make_engine("fp16", plain=True), make_engine("fp16", plain=True)
+    for engine in (theirs, again):
+        engine.scaler = ShardedGradScaler("cpu", growth_interval=400)  # verl's own would be disabled on a CPU
+    step(theirs)
+    poisoned_step(theirs)
+    theirs.save_checkpoint(str(SHARED / "theirs"))
+    assert theirs.scaler.get_scale() < 65536
+    again.load_checkpoint(str(SHARED / "theirs"), del_local_after_load=False)
+    assert again.scaler.state_dict() == {**theirs.scaler.state_dict(), "scale": 65536, "_growth_tracker": 0}
+
     old = fp16_engine()
     with caplog.at_level(logging.WARNING, logger="verl_precision.engine"):
         old.load_checkpoint(str(SHARED / "theirs"), del_local_after_load=False)

@@ -5,6 +5,7 @@ verl asserts most of this too: in its workers, once the models are loaded, or in
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -53,8 +54,8 @@ def heads_do_not_divide(config: DictConfig, environment: Environment) -> Iterato
     sizes |= {each.ulysses[0]: each.ulysses[1] for each in policies}
     if all(over == 1 for over in sizes.values()):
         return
-    heads = environment.model.get("num_attention_heads")
-    kv = environment.model.get("num_key_value_heads") or heads
+    heads: Any = environment.model.get("num_attention_heads")
+    kv: Any = environment.model.get("num_key_value_heads") or heads
     if not isinstance(heads, int):
         return
     # ModelConfig.verify_with_parallel_config of vLLM and the models' own classes; verl's apply_monkey_patch
