@@ -103,7 +103,7 @@ class CheckFailedError(VerlPrecisionError, AssertionError):
     """In the self-test: this machine, or the software on it, does not do what training depends on."""
 
 
-def fault_of_error(error: Exception) -> str:
+def error_in_one_line(error: Exception) -> str:
     """Return an error in one line: ours and the system's in their own words, another one with its class."""
     known = isinstance(error, VerlPrecisionError | OSError)
     return " ".join((str(error) if known else f"{type(error).__name__}: {error}").split())[:1000]

@@ -11,7 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError, fault_of_error
+from verl_precision.base.errors import (
+    ConfigurationError,
+    EnvironmentMismatchError,
+    VerlPrecisionError,
+    error_in_one_line,
+)
 
 LARGEST = 2**31  # bytes of a file that is read; metrics of 100,000 steps have a third of it
 
@@ -24,7 +29,7 @@ def naming_file(path: Path) -> Iterator[None]:
     except (VerlPrecisionError, FileNotFoundError, NotADirectoryError):
         raise
     except Exception as error:
-        raise _unreadable(path, f"it cannot be read ({fault_of_error(error)})") from error
+        raise _unreadable(path, f"it cannot be read ({error_in_one_line(error)})") from error
 
 
 @contextmanager

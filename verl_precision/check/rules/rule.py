@@ -52,9 +52,6 @@ def fault_of_error(error: VerlPrecisionError, name: str = "", severity: Severity
     return Fault(name=name, severity=severity, **{field: getattr(error, field) for field in fields})
 
 
-Faults = Iterator[Fault]  # what a rule yields
-
-
 @dataclass(frozen=True)
 class Machine:
     """What was found on the machine that a run would start on."""
@@ -161,7 +158,7 @@ class Rule:
     name: str  # name of its faults; rules about one subject may share it
     severity: Severity  # severity of its faults, where they do not say another
     # yields what is wrong: a pure function of the config and the environment (or the machine)
-    look: Callable[[DictConfig, Any], Faults]
+    look: Callable[[DictConfig, Any], Iterator[Fault]]
     # whether it is about the machine at hand. It is given a `Machine`, it is not asked where that is unknown, and its
     # faults are warnings where a config is only checked
     of_machine: bool = False
@@ -199,7 +196,7 @@ RULES: list[Rule] = []
 def rule(name: str, severity: Severity = "error", of_machine: bool = False, about: str = "") -> Callable[..., Rule]:
     """Turn a function into a rule (fields as in `Rule`), and add it to `RULES`."""
 
-    def add(look: Callable[[DictConfig, Any], Faults]) -> Rule:
+    def add(look: Callable[[DictConfig, Any], Iterator[Fault]]) -> Rule:
         made = Rule(name, severity, look, of_machine, about)
         insort(RULES, made, key=lambda each: each.place)
         return made
@@ -207,7 +204,7 @@ def rule(name: str, severity: Severity = "error", of_machine: bool = False, abou
     return add
 
 
-def faults_raised_by(require: Callable[..., object], *arguments: object) -> Faults:
+def faults_raised_by(require: Callable[..., object], *arguments: object) -> Iterator[Fault]:
     """Yield the fault of the error with which a function of another room refuses these; nothing if it accepts them."""
     try:
         require(*arguments)

@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.files import table_of
 from verl_precision.base.verl_config import engines
-from verl_precision.check.rules.rule import RULES, Environment, Fault, Faults, Severity, TriedLoss, rule
+from verl_precision.check.rules.rule import RULES, Environment, Fault, Severity, TriedLoss, rule
 from verl_precision.losses.invariance import DEPENDS, Trial
 
 ACTOR = "actor_rollout_ref.actor"
@@ -21,7 +21,7 @@ AGGREGATE = "Aggregate with verl's agg_loss(..., **config.global_batch_info)"
 
 
 @rule("loss-not-tried", "unchecked")
-def loss_not_tried(config: DictConfig, environment: Environment) -> Faults:
+def loss_not_tried(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Somebody's own loss could not be called."""
     tried = environment.loss
     if tried is not None and tried.problem and not _of_host(tried):
@@ -34,7 +34,7 @@ def loss_not_tried(config: DictConfig, environment: Environment) -> Faults:
 
 
 @rule("loss-unusable")
-def loss_unusable(config: DictConfig, environment: Environment) -> Faults:
+def loss_unusable(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl's first update ends with it."""
     tried = environment.loss
     if tried is None:
@@ -46,7 +46,7 @@ def loss_unusable(config: DictConfig, environment: Environment) -> Faults:
 
 
 @rule("loss-replaced")
-def loss_replaced(config: DictConfig, environment: Environment) -> Faults:
+def loss_replaced(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl's registry keeps the last loss of a name."""
     tried = environment.loss
     if tried is not None and tried.replaced:
@@ -55,7 +55,7 @@ def loss_replaced(config: DictConfig, environment: Environment) -> Faults:
 
 
 @rule("loss-not-finite")
-def loss_not_finite(config: DictConfig, environment: Environment) -> Faults:
+def loss_not_finite(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """NaN or inf on ordinary numbers."""
     trial = _trial(environment)
     if trial is not None and trial.nonfinite:
@@ -67,7 +67,7 @@ def loss_not_finite(config: DictConfig, environment: Environment) -> Faults:
 
 
 @rule("loss-ignores-mask")
-def loss_ignores_mask(config: DictConfig, environment: Environment) -> Faults:
+def loss_ignores_mask(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Tokens that are no response's train."""
     trial = _trial(environment)
     if trial is not None and not trial.nonfinite and trial.masked > DEPENDS:
@@ -80,7 +80,7 @@ def loss_ignores_mask(config: DictConfig, environment: Environment) -> Faults:
 
 
 @rule("loss-depends-on-cut", "warning")
-def loss_depends_on_cut(config: DictConfig, environment: Environment) -> Faults:
+def loss_depends_on_cut(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """The gradient of the parts is not that of the whole."""
     tried, trial = environment.loss, _trial(environment)
     if tried is None or trial is None or trial.nonfinite:
@@ -109,7 +109,7 @@ def loss_depends_on_cut(config: DictConfig, environment: Environment) -> Faults:
 
 
 @rule("loss-changes-inputs", "warning")
-def loss_changes_inputs(config: DictConfig, environment: Environment) -> Faults:
+def loss_changes_inputs(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl reads log-probs and mask again after the loss, for its KL and entropy terms."""
     trial = _trial(environment)
     if trial is not None and trial.changed:
@@ -122,7 +122,7 @@ def loss_changes_inputs(config: DictConfig, environment: Environment) -> Faults:
 
 
 @rule("loss-ignores-setting", "warning")
-def loss_ignores_setting(config: DictConfig, environment: Environment) -> Faults:
+def loss_ignores_setting(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """What was asked for changes nothing."""
     for setting in environment.loss.ignored if environment.loss is not None else ():
         weights = setting != f"{ACTOR}.loss_agg_mode"
@@ -138,7 +138,7 @@ def loss_ignores_setting(config: DictConfig, environment: Environment) -> Faults
 
 
 @rule("loss-unlike-paper", "warning")
-def loss_unlike_paper(config: DictConfig, environment: Environment) -> Faults:
+def loss_unlike_paper(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl's defaults are those of PPO, whatever the loss."""
     name, actor = OmegaConf.select(config, LOSS), config.actor_rollout_ref.actor
     chosen = "estimator" in (OmegaConf.select(config, "hydra.runtime.choices") or {}) and name.startswith("vp_")

@@ -97,7 +97,7 @@ class ScaledLearningRate:
 
 def scale_learning_rate(engine: Any, module: nn.Module) -> nn.Module:
     """Scale the rate of each update by the config's e₀, or of those for which the alarm asks: a step of the build."""
-    if not hasattr(engine, "scaled_learning_rate"):  # an alarm asks in each update
+    if not hasattr(engine, "scaled_learning_rate"):  # by the config, before an alarm asks
         engine.scaled_learning_rate = rate = ScaledLearningRate(engine.engine_config.learning_rate_ess_base)
         engine.parts.append(EnginePart(rate.watched, rate.around_step, take_metrics=rate.take_metrics))
     return module

@@ -11,10 +11,9 @@ from verl_precision.check.rules.loss import CORRECTION, RATIO_SOURCE, weighs_res
 from verl_precision.check.rules.rule import Environment, Fault, rule
 from verl_precision.engine.arithmetic_choice import IN_CONFIG
 from verl_precision.integration.trainer.saving import saves
-from verl_precision.mismatch.settings import AlarmSettings, MismatchSettings, settings_of
+from verl_precision.mismatch.settings import ON_ALARM, AlarmSettings, MismatchSettings, settings_of
 
-ALARM = "mismatch.alarm.on_alarm"
-RESCUE = f"Set {ALARM}=rescue."
+RESCUE = f"Set {ON_ALARM}=rescue."
 
 
 @rule("alarm-cannot-act")
@@ -26,7 +25,7 @@ def alarm_cannot_act(config: DictConfig, environment: Environment) -> Iterator[F
         return
     if not settings.enabled:
         problem = "verl's own trainer measures nothing and has no alarm"
-        yield Fault(ALARM, problem, "log, with mismatch.enabled=False", "Set mismatch.enabled=True.")
+        yield Fault(ON_ALARM, problem, "log, with mismatch.enabled=False", "Set mismatch.enabled=True.")
     yield from act(config, settings.alarm)
 
 
@@ -36,11 +35,11 @@ def _lowering(config: DictConfig, alarm: AlarmSettings) -> Iterator[Fault]:
     if not actor.our_fsdp:
         problem = f"no engine of this package holds the learning rate of strategy={actor.strategy}"
         allowed = f"{others}; or a precision preset with fsdp or fsdp2"
-        yield Fault(ALARM, problem, allowed, f"Set {ALARM}=rescue, or choose a precision preset.")
+        yield Fault(ON_ALARM, problem, allowed, f"Set {ON_ALARM}=rescue, or choose a precision preset.")
     if not weighs_responses(config):
         problem = f"loss_mode={loss} has no importance weights here, and so no effective sample size"
-        remedy = f"Set {ALARM}=rescue, or choose estimator=pg_seq_is."
-        yield Fault(ALARM, problem, f"{others}; or a loss with weights", remedy)
+        remedy = f"Set {ON_ALARM}=rescue, or choose estimator=pg_seq_is."
+        yield Fault(ON_ALARM, problem, f"{others}; or a loss with weights", remedy)
 
 
 def _masking(config: DictConfig, alarm: AlarmSettings) -> Iterator[Fault]:
@@ -49,11 +48,11 @@ def _masking(config: DictConfig, alarm: AlarmSettings) -> Iterator[Fault]:
     if correction is None or correction.bypass_mode or shadow:
         problem = "the mask is verl's rejection, which needs old log-probs of the training forward: bypass mode, "
         allowed = f"{others}; or decoupled mode with ratio_source=training"
-        yield Fault(ALARM, f"{problem}ratio_source=shadow and rollout_correction=null have none", allowed, RESCUE)
+        yield Fault(ON_ALARM, f"{problem}ratio_source=shadow and rollout_correction=null have none", allowed, RESCUE)
     if correction is not None and correction.rollout_rs is not None:
         problem = f"the mask is verl's rejection of responses, which {CORRECTION}.rollout_rs has at every step"
-        remedy = f"Set {CORRECTION}.rollout_rs=null, or {ALARM}=rescue."
-        yield Fault(ALARM, problem, f"{others}; or rollout_rs=null", remedy)
+        remedy = f"Set {CORRECTION}.rollout_rs=null, or {ON_ALARM}=rescue."
+        yield Fault(ON_ALARM, problem, f"{others}; or rollout_rs=null", remedy)
 
 
 def _rescuing(config: DictConfig, alarm: AlarmSettings) -> Iterator[Fault]:
@@ -61,10 +60,10 @@ def _rescuing(config: DictConfig, alarm: AlarmSettings) -> Iterator[Fault]:
     to_fp16, is_fp16 = alarm.rescue_precision == "fp16", (actor.compute, rollout_dtype(config)) == ("fp16", "fp16")
     if actor.strategy not in FSDP:
         problem = f"a rescue goes on from a checkpoint, and those of strategy={actor.strategy} are not read here"
-        yield Fault(ALARM, problem, "log or stop, or the strategy fsdp or fsdp2", f"Set {ALARM}=stop.")
+        yield Fault(ON_ALARM, problem, "log or stop, or the strategy fsdp or fsdp2", f"Set {ON_ALARM}=stop.")
     if exact or (to_fp16 and is_fp16):
         problem = "the run has already the precision in which a rescue would go on"
-        yield Fault(ALARM, problem, "log or stop", f"Set {ALARM}=stop.")
+        yield Fault(ON_ALARM, problem, "log or stop", f"Set {ON_ALARM}=stop.")
     if not to_fp16 and config.trainer.device != "cpu":
         problem = "exact arithmetic exists on a CPU only"
         yield Fault("mismatch.alarm.rescue_precision", problem, "fp16", "Leave it out.")
@@ -75,7 +74,7 @@ def rescue_from_start(config: DictConfig, environment: Environment) -> Iterator[
     """Without a checkpoint from before the trouble a rescue begins anew."""
     if _settings(config).alarm.on_alarm == "rescue" and not saves(config):
         remedy = "Set trainer.save_freq or checkpoint.every_minutes."
-        yield Fault(ALARM, "the run saves no checkpoints: a rescue begins from step 1", "a run that saves", remedy)
+        yield Fault(ON_ALARM, "the run saves no checkpoints: a rescue begins from step 1", "a run that saves", remedy)
 
 
 @rule("engine-settings")

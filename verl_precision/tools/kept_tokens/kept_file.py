@@ -39,13 +39,8 @@ ARRAYS = {
 }  # fmt: skip
 # Sign and exponent of log-probs shrink, and the lower bits of their mantissas are noise: each byte has a stream.
 _SPLIT = [f"{name}.list.element" for name, dtype in ARRAYS.items() if dtype in ("i4", "f4")]
-_REPEATED = [
-    "reason",
-    "estimator",
-    "estimator_settings",
-    *(f"{name}.list.element" for name in ("mask", "turn", "decisions")),
-]
-_REPEATED.append("texts.list.element")
+_REPEATED = ["reason", "estimator", "estimator_settings"]
+_REPEATED += [f"{name}.list.element" for name in ("mask", "turn", "decisions", "texts")]
 
 
 @dataclass(frozen=True, kw_only=True)

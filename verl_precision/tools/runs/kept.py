@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl_precision.base.errors import ConfigurationError, fault_of_error
+from verl_precision.base.errors import ConfigurationError, error_in_one_line
 from verl_precision.tools.kept_tokens.kept_file import (
     DECISIONS,
     FOLDER,
@@ -68,7 +68,7 @@ class KeptList:
                 looked = {file: self._look(file) for file in files_in(self.path).values()}
                 self._known = {file: found for file, found in looked.items() if found is not None}
             except ConfigurationError as error:
-                self._known, self._problem = {}, fault_of_error(error)
+                self._known, self._problem = {}, error_in_one_line(error)
             return before != (self._known, self._problem)
 
     def _look(self, file: Path) -> _Read | None:
@@ -81,7 +81,7 @@ class KeptList:
         except FileNotFoundError:  # a resume has just moved it away
             return None
         except (ConfigurationError, OSError) as error:
-            return _Read((0, 0), [], fault_of_error(error))
+            return _Read((0, 0), [], error_in_one_line(error))
 
     def listed(self, step: int | None, order: str, start: int) -> dict[str, Any]:
         """Return so many responses as a list shows, of a step or of all.

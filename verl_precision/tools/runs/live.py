@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from verl_precision.base.errors import ConfigurationError, fault_of_error
+from verl_precision.base.errors import ConfigurationError, error_in_one_line
 from verl_precision.base.terminal import printable
 from verl_precision.mismatch.alarm import Alarm, MismatchAlarm
 from verl_precision.tools.runs.contents import (
@@ -64,7 +64,7 @@ class LiveRun:
         try:
             yield
         except Exception as error:
-            self._faults[part] = fault_of_error(error)
+            self._faults[part] = error_in_one_line(error)
             if part in _NEEDED:
                 self._forget()
 
@@ -223,7 +223,7 @@ class Live:
             try:
                 sources = sources_in(path)
             except (ConfigurationError, OSError) as error:  # it has gone
-                self._problems[path] = fault_of_error(error)
+                self._problems[path] = error_in_one_line(error)
                 sources = [each for each, run in self._runs.items() if run.follower and path in (each, *each.parents)]
             found |= dict.fromkeys(sources, True) or {path: False}
         gone = [run for run in self._runs.values() if found.get(run.source) is not (run.follower is not None)]

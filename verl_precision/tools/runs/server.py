@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from verl_precision.base.errors import ConfigurationError, fault_of_error
+from verl_precision.base.errors import ConfigurationError, error_in_one_line
 from verl_precision.base.terminal import printable
 from verl_precision.tools.kept_tokens.kept_file import KeptResponse
 from verl_precision.tools.runs.contents import csv_of
@@ -156,7 +156,7 @@ def _refusing(answer: Callable[[Request], Response]) -> Callable[[Request], Resp
         except HTTPException:
             raise
         except Exception as error:  # whatever the files of a run hold
-            return PlainTextResponse(printable(fault_of_error(error)), 409)
+            return PlainTextResponse(printable(error_in_one_line(error)), 409)
 
     return endpoint
 
