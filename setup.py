@@ -98,6 +98,7 @@ setup(
         "verl_precision.rollout": [
             "arithmetic = verl_precision.tools.arithmetic.vllm_operations:register_operations",
         ],
+        "verl_precision.resolve": ["tiny_model = verl_precision.tools.tiny_model:cached_tiny_model"],
         "verl_precision.verbs": [
             "check = verl_precision.tools.checking.verbs:check",
             "compare = verl_precision.tools.runs.verbs:compare",

@@ -20,10 +20,10 @@ from engine import SHAPE, batch, engine, mean_log_prob, update
 from measure import Record, alternate, parser, record, report
 from verl.workers.config import EngineRouterReplayConfig
 
-from verl_precision.base import tiny_model
 from verl_precision.base.dtypes import HALF
 from verl_precision.engine.arithmetic_choice import INNER, VARIABLE
 from verl_precision.engine.settings import ShadowSettings
+from verl_precision.tools import tiny_model
 from verl_precision.tools.engines.engine import Request, SamplerSettings
 from verl_precision.tools.engines.engine_process import EngineProcess
 from verl_precision.tools.engines.vllm_sampler import VllmEngine

@@ -37,11 +37,11 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 
-from verl_precision.base import tiny_model
 from verl_precision.base.dtypes import DTYPES, long, torch_dtype
 from verl_precision.engine.log_probs import log_probs_and_entropy
 from verl_precision.engine.settings import ShadowSettings
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
+from verl_precision.tools import tiny_model
 from verl_precision.tools.selftest.single_rank import engine_batch, one_rank
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 2048}

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.tools.engines.engine import SamplerSettings, ScorerSettings
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
+from verl_precision.tools.tiny_model import cached_tiny_model
 
 
 def _noise(size: int) -> Tensor:

@@ -175,7 +175,7 @@ def test_tiny_model_writes_once_and_never_over(type_in, tmp_path):
 @pytest.mark.parametrize(("said", "shown"), [("", "interrupted"), ("all is in out", "interrupted; all is in out")])
 def test_ctrl_c_says_what_the_verb_says_of_it(type_in, monkeypatch, said, shown):
     interrupted = Mock(side_effect=KeyboardInterrupt(said))
-    monkeypatch.setattr("verl_precision.base.tiny_model.build_tiny_model", interrupted)
+    monkeypatch.setattr("verl_precision.tools.tiny_model.build_tiny_model", interrupted)
     assert type_in("tiny-model", "qwen3", "OUT") == (130, shown)
 
 
@@ -217,7 +217,7 @@ def test_a_signal_ends_a_verb_as_ctrl_c_does_and_another_does_not_break_its_clea
 def test_a_signal_that_is_ignored_stays_so(type_in, monkeypatch):
     former = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
     hang_up = Mock(side_effect=lambda *_: os.kill(os.getpid(), signal.SIGHUP))
-    monkeypatch.setattr("verl_precision.base.tiny_model.build_tiny_model", hang_up)
+    monkeypatch.setattr("verl_precision.tools.tiny_model.build_tiny_model", hang_up)
     try:
         assert type_in("tiny-model", "qwen3", "OUT")[0] == 0
     finally:
@@ -233,7 +233,7 @@ def test_a_signal_that_is_ignored_stays_so(type_in, monkeypatch):
     (shutil.Error([("a", "b", "it is full"), ("c", "d", "it is full")]), "it is full"),
 ])  # fmt: skip
 def test_what_the_system_refuses_is_said_in_words_once(type_in, monkeypatch, error, words):
-    monkeypatch.setattr("verl_precision.base.tiny_model.build_tiny_model", Mock(side_effect=error))
+    monkeypatch.setattr("verl_precision.tools.tiny_model.build_tiny_model", Mock(side_effect=error))
     code, output = type_in("tiny-model", "qwen3", "OUT")
     assert code == 1 and output.startswith(f"error: {words}") and output.count("error") == 1
 

@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "verl_precision"
 PLUGIN = ("base", "presets", "losses", "weight_sync", "engine", "mismatch", "integration", "check", "plugin", "cli")
 # What most runs never switch on, which enters a run by entry points; then what a person starts.
 TOOLS = [
+    "tiny_model",
     "arithmetic",
     "actions",
     "kept_tokens",

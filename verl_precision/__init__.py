@@ -13,7 +13,7 @@ Map of the package, from the top down; imports point downwards only (tests/test_
     weight_sync    are the rollout's weights the trainer's? digests, comparison, canary
     losses         the paper's estimators, and their aggregation
     presets        Hydra groups precision=..., estimator=..., scale=..., one small YAML each
-    base           errors, files, settings, versions, statistics that merge, a tiny model
+    base           errors, files, settings, versions, statistics that merge
 
 Importing this module, or `verl_precision.plugin`, imports neither vLLM nor transformers nor Ray.
 """

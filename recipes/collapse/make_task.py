@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
-from verl_precision.base import tiny_model
 from verl_precision.base.files import new_folder
-from verl_precision.base.tiny_model import IM_END, random_model, save, settings, write_problems
+from verl_precision.tools import tiny_model
+from verl_precision.tools.tiny_model import IM_END, random_model, save, settings, write_problems
 
 END, EQUALS = IM_END, "="
 QUESTIONS = [f"q{number:02d}" for number in range(16)]

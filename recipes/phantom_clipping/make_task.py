@@ -13,9 +13,9 @@ import itertools
 import random
 from pathlib import Path
 
-from verl_precision.base import tiny_model
 from verl_precision.base.files import new_folder
-from verl_precision.base.tiny_model import IM_END, random_model, save, settings, write_problems
+from verl_precision.tools import tiny_model
+from verl_precision.tools.tiny_model import IM_END, random_model, save, settings, write_problems
 
 END, LETTERS = IM_END, "abcdefghijklmno"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"  # the prompt is the four letters

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from verl_precision.base import tiny_model
 from verl_precision.base.files import new_folder
-from verl_precision.base.tiny_model import IM_END, PAD, SEED, VOCABULARY, random_model, settings, write_problems
+from verl_precision.tools import tiny_model
+from verl_precision.tools.tiny_model import IM_END, PAD, SEED, VOCABULARY, random_model, settings, write_problems
 
 PROMPT_LENGTH = 5  # tokens, one a character: 47+8=
 RESPONSE_LENGTH = 4  # tokens, at most: 108 and the end

@@ -4,6 +4,7 @@ from importlib import metadata
 
 import pytest
 
+from verl_precision.base import extensions
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.extensions import features_asked_for
 
@@ -14,7 +15,7 @@ def installed(monkeypatch):
 
     def install(*rows):
         points = [metadata.EntryPoint(name, value, "verl_precision.trainer") for name, value in rows]
-        monkeypatch.setattr(metadata, "entry_points", lambda group: [p for p in points if p.group == group])
+        monkeypatch.setattr(extensions, "installed", lambda group: points if group == "trainer" else [])
 
     return install
 

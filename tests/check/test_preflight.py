@@ -25,7 +25,6 @@ from rubbish import FOREIGN
 
 from verl_precision.base import owner
 from verl_precision.base.errors import CheckpointStateError
-from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.check import preflight, probe
 from verl_precision.check.preflight import PreflightCallback, find_problems
 from verl_precision.integration.rollout.weight_socket import VARIABLE
@@ -35,6 +34,7 @@ from verl_precision.integration.trainer.driver import Driver
 from verl_precision.integration.trainer.saving import ENDING, EXIT_ASKED_TO_END, SignalRequests
 from verl_precision.tools.actions import rescue
 from verl_precision.tools.actions.rescue import Action
+from verl_precision.tools.tiny_model import cached_tiny_model
 
 MODEL, CPUS = "actor_rollout_ref.model.path", "ray_kwargs.ray_init.num_cpus"
 TOKENS = "actor_rollout_ref.rollout.max_num_batched_tokens"

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from composer import ROOT
 
-from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.check.preflight import find_problems
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import RULES, Environment, Machine, Unknown
 from verl_precision.tools.checking import recipe_config
 from verl_precision.tools.checking.composing import compose_recipe
 from verl_precision.tools.checking.recipe_config import HERE, Meant, check_recipe
+from verl_precision.tools.tiny_model import cached_tiny_model
 
 QUICKSTART = "recipes/quickstart/quickstart.yaml"
 GPUS = (

@@ -11,7 +11,7 @@ import typer
 
 from verl_precision.cli import app
 from verl_precision.presets import preset_names
-from verl_precision.tools.checking.command import read_command
+from verl_precision.tools.checking.composing import read_command
 from verl_precision.tools.data.catalog import NAMES, TEMPLATES
 from verl_precision.tools.selftest.session import CHECKS
 
@@ -71,9 +71,7 @@ def test_our_own_commands_parse(document):
         assert words[1] in verbs, command
         given = verbs[words[1]].make_context(words[1], words[2:]).params
         if words[1] == "check" and given["config"]:  # a recipe, overrides, or the command that one has
-            given["config"], given["overrides"] = read_command(
-                [given["config"], *(given["overrides"] or ())]
-            ).accepted()
+            given["config"], given["overrides"] = read_command([given["config"], *(given["overrides"] or ())])
         for override in given.get("overrides") or ():
             assert not override.startswith("-"), f"{command}: no option {override}"
             group, _, name = override.partition("=")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from verl_precision.base.tiny_model import cached_tiny_model
+from verl_precision.tools.tiny_model import cached_tiny_model
 
 RECIPE = Path("recipes/moe/moe.yaml")
 

@@ -39,7 +39,6 @@ from verl.workers.engine.fsdp import transformer_impl
 
 from verl_precision.base.dtypes import long
 from verl_precision.base.errors import ConfigurationError, LossScaleError, PrecisionContradictionError
-from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.engine.arithmetic_choice import VARIABLE
 from verl_precision.engine.loss_scaling import local_part
 from verl_precision.engine.router_replay import ReplayedRouters
@@ -52,6 +51,7 @@ from verl_precision.integration.trainer.merged_metrics import metrics_of_loss
 from verl_precision.losses.metrics import weight_statistics
 from verl_precision.tools.export.session import export_checkpoint
 from verl_precision.tools.selftest.single_rank import engine_batch, nested
+from verl_precision.tools.tiny_model import cached_tiny_model
 from verl_precision.weight_sync.manifest import digest
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.utils.config import omega_conf_to_dataclass
 from verl_says import objection
 
-from verl_precision.base.tiny_model import ARCHITECTURES, cached_tiny_model
 from verl_precision.base.versions import TESTED
 from verl_precision.check.probe import probe_environment
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
 from verl_precision.integration.trainer.run_monitor import RunMonitor
 from verl_precision.presets import preset_names
+from verl_precision.tools.tiny_model import ARCHITECTURES, cached_tiny_model
 
 SCRIPTS = sorted(path for path in (ROOT / "recipes").rglob("*") if path.suffix in (".sh", ".sbatch"))
 SCRIPTS += sorted((ROOT / "requirements").glob("*.sh"))

@@ -26,9 +26,9 @@ from vllm.forward_context import set_forward_context
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import get_model
 
-from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.base.versions import installed_vllm, loads_adapters
 from verl_precision.integration.rollout.weight_sync_worker import VerifiedWeightSyncExtension
+from verl_precision.tools.tiny_model import cached_tiny_model
 from verl_precision.weight_sync.canary import CanaryJudge, CanaryVerdict, canary_tokens
 from verl_precision.weight_sync.manifest import send_with_manifest
 from verl_precision.weight_sync.report import ReportBox, SyncReport

@@ -19,10 +19,10 @@ from transformers import AutoTokenizer
 from verl.utils import tensordict_utils as tu
 
 from verl_precision.base.errors import WeightSyncError
-from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.engine.shadow import ROUNDED_TO
 from verl_precision.integration.trainer.canary_requests import TrainerCanary
 from verl_precision.tools.checking.composing import compose_recipe
+from verl_precision.tools.tiny_model import cached_tiny_model
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "recipes/quickstart/quickstart.yaml"
 

@@ -21,7 +21,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension 
 from vllm.model_executor.model_loader import reload
 
 from verl_precision.base.errors import WeightSyncError
-from verl_precision.base.tiny_model import cached_tiny_model
+from verl_precision.tools.tiny_model import cached_tiny_model
 from verl_precision.weight_sync.canary import LEARNING_SYNCS, CanaryJudge
 
 pytestmark = pytest.mark.usefixtures("vllm_process")

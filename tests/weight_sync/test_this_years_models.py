@@ -6,7 +6,7 @@ from engine_pair import EnginePair, move
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 
-from verl_precision.base.tiny_model import cached_tiny_model
+from verl_precision.tools.tiny_model import cached_tiny_model
 
 pytestmark = pytest.mark.usefixtures("vllm_process")
 

@@ -1,2 +1,2 @@
-"""The ground that every room stands on: errors, files, settings, versions, mergeable statistics, a tiny model, and the
-dtypes that a config of verl asks for."""
+"""The ground that every room stands on: errors, files, settings, versions, mergeable statistics, and the dtypes that a
+config of verl asks for."""

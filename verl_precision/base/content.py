@@ -16,9 +16,6 @@ def content_digest(files: Sequence[Path]) -> str:
     Of each file: its size and 64 blocks of 64 KiB at equal distances, the first and the last among them. A file of at
     most 4 MiB is read whole. More than 16 files share 1,024 blocks, and each keeps at least four. So a change that
     keeps a large file's size and lies between the blocks is not seen; other weights, and rows added, are.
-
-    Raises:
-        OSError: If one cannot be read.
     """
     blocks = max(FEWEST, min(MOST, IN_ALL // max(len(files), 1)))
     found = hashlib.blake2b(digest_size=8)
@@ -38,10 +35,6 @@ def weight_files(folder: Path) -> list[Path] | None:
 
     None where one of them is missing, as in a cache whose download has not ended. The tokenizer is not among them: it
     may come to a cache before or after the weights.
-
-    Raises:
-        ValueError: If the index is not JSON.
-        KeyError: If it is no index.
     """
     for single in _WEIGHTS:
         index = f"{single}.index.json"

@@ -40,12 +40,9 @@ def subject(setting: str, value: object) -> str:
 class VerlPrecisionError(Exception):
     """Base of all errors raised by verl_precision.
 
-    Attributes:
-        problem: What is wrong, or what happens because of it; the whole message where no setting is at fault.
-        setting: Full path of the setting at fault, or an option of the command line; empty where there is none.
-        value: Value of that setting.
-        allowed: Values that work.
-        remedy: What to do.
+    `problem` says what is wrong, or what happens because of it; `setting` is the full path of the setting at fault, or
+    an option of the command line, empty where there is none; `value` is its value, `allowed` says what works, and
+    `remedy` what to do.
     """
 
     def __init__(
@@ -123,9 +120,7 @@ def ending_the_process(part: str) -> Iterator[None]:
     """End this process, in words, where the code inside raises: hosts only warn of it, and go on without this package.
 
     An error that nobody foresaw has its traceback above its words; `part` says which part of this package it ended.
-
-    Raises:
-        SystemExit: With code 1, caused by the error; hosts let it pass.
+    SystemExit is what hosts let pass.
     """
     try:
         yield

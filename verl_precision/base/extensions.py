@@ -9,8 +9,10 @@ verl_precision.driver   what may take the driver's place, by the run's config   
 verl_precision.engine   steps of an engine's build, by the engine's settings    integration/engine/build.py
 verl_precision.rollout  functions that a vLLM process calls as it starts        integration/cpu/vllm_on_cpu.py
 verl_precision.rules    modules of rules; each is always loaded                 check/rules
+verl_precision.resolve  what `${verl_precision.<name>:...}` in a config asks    integration/resolvers.py
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from typing import Any
@@ -19,6 +21,16 @@ from verl_precision.base.errors import ConfigurationError
 
 PREFIX = "verl_precision."
 _OFF = (None, False, 0, "", "none")
+
+
+@functools.cache
+def _all_installed() -> metadata.EntryPoints:
+    return metadata.entry_points()  # reads every distribution: once a process
+
+
+def installed(group: str) -> list[metadata.EntryPoint]:
+    """Return the entry points of a group of this package, by name."""
+    return sorted(_all_installed().select(group=PREFIX + group), key=lambda point: point.name)
 
 
 def _asks(name: str, value_of: Callable[[str], object]) -> bool:
@@ -30,15 +42,10 @@ def _asks(name: str, value_of: Callable[[str], object]) -> bool:
 def features_asked_for(group: str, value_of: Callable[[str], object], promised: Iterable[str] = ()) -> list[Any]:
     """Return the objects of a group whose settings are in use, each once, in the order of their names.
 
-    Args:
-        group: `trainer`, `driver`, `engine` or `rollout`.
-        value_of: Returns the value of a setting, None where there is none.
-        promised: Names that have to be installed if their setting is in use.
-
-    Raises:
-        ConfigurationError: A promised feature is asked for and is not installed: it would be left out in silence.
+    `value_of` returns the value of a setting, None where there is none. A feature that is `promised`, asked for and not
+    installed is a ConfigurationError: it would be left out in silence.
     """
-    points = sorted(metadata.entry_points(group=PREFIX + group), key=lambda point: point.name)
+    points = installed(group)
     asked = {point.value: point for point in points if _asks(point.name, value_of)}
     for name in promised:
         if _asks(name, value_of) and name not in {point.name for point in points}:

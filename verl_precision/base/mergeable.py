@@ -33,11 +33,8 @@ SMALLEST_VARIANCE = 1e-12
 
 def _equal(mine: Any, theirs: Any) -> Any:
     if mine != theirs:
-        raise ConfigurationError(
-            f"statistics with the settings {mine} and {theirs} cannot be merged",
-            allowed="one setting",
-            remedy="Give all micro-batches and ranks the same.",
-        )
+        problem = f"statistics with the settings {mine} and {theirs} cannot be merged"
+        raise ConfigurationError(problem, remedy="Give all micro-batches and ranks the same.")
     return mine
 
 
@@ -52,23 +49,18 @@ joined = _merged_by(lambda mine, theirs: torch.cat([mine, theirs]))  # a 1-D ten
 same = _merged_by(_equal)  # a setting, which must be equal in all that is merged
 
 
-@functools.cache
-def _rules(kind: type) -> dict[str, Callable[[Any, Any], Any]]:
-    return {part.name: part.metadata["merge"] for part in dataclasses.fields(kind)}
-
-
 @dataclass(frozen=True)
 class Statistic:
     """Base of all statistics: its fields are tensors on one device, or settings."""
 
     def merge(self, other: Self) -> Self:
         """Return the statistic of both pieces together; settings that differ raise `ConfigurationError`."""
-        rules = _rules(type(self))  # type: ignore[arg-type]
-        return type(self)(*(rule(getattr(self, name), getattr(other, name)) for name, rule in rules.items()))
+        pairs = ((part.metadata["merge"], part.name) for part in dataclasses.fields(self))
+        return type(self)(*(rule(getattr(self, name), getattr(other, name)) for rule, name in pairs))
 
     def on_cpu(self) -> Self:
         """Return the statistic with its tensors as float64 on the CPU, without graph."""
-        parts = [getattr(self, name) for name in _rules(type(self))]  # type: ignore[arg-type]
+        parts = [getattr(self, part.name) for part in dataclasses.fields(self)]
         return type(self)(*(part.detach().double().cpu() if isinstance(part, Tensor) else part for part in parts))
 
     def value(self) -> float:
@@ -87,7 +79,7 @@ class Count(Statistic):
     total: Tensor = added()
 
     def value(self) -> float:
-        """Return the sum."""
+        """Return it."""
         return float(self.total)
 
 
@@ -144,12 +136,8 @@ def spread(
     name: str, total: Tensor, number: Tensor, squares: Tensor, extremes: tuple[Tensor, Tensor]
 ) -> dict[str, Statistic]:
     """Return `<name>_std`, `<name>_min` and `<name>_max` of some values, from their sums and extremes."""
-    low, high = extremes
-    return {
-        f"{name}_std": Deviation(total, number, squares),
-        f"{name}_min": Minimum(low),
-        f"{name}_max": Maximum(high),
-    }
+    kinds = {"std": Deviation(total, number, squares), "min": Minimum(extremes[0]), "max": Maximum(extremes[1])}
+    return {f"{name}_{kind}": statistic for kind, statistic in kinds.items()}
 
 
 @dataclass(frozen=True)

@@ -61,10 +61,9 @@ def this_job() -> str | None:
 
 
 def take(folder: Path, wait_seconds: float = 0.0, needs_locks: bool = False) -> Owner | None:
-    """Own a folder, which is made, until this process ends or calls `release`; return who owns it, if somebody does.
+    """Own a folder, which is made, until this process ends or calls `release`; return who owns it already, if any.
 
-    That may be this process itself. With `wait_seconds`, ask again until then. A file system without locks is an
-    OSError where it `needs_locks`.
+    With `wait_seconds`, ask again until then. A file system without locks is an OSError where it `needs_locks`.
     """
     deadline = time.monotonic() + wait_seconds
     while (owner := _take(folder, needs_locks)) is not None and time.monotonic() < deadline:

@@ -94,10 +94,8 @@ def _translated(error: ValidationError, cls: Any, spell: Callable[[str], str]) -
     name = place if isinstance(place, str) else names[place]  # given by position
     if name not in names:
         known = ", ".join(map(spell, names))
-        return ConfigurationError(
-            "there is no such setting", setting=spell(name), value=first["input"], allowed=known,
-            remedy="Check the spelling.",
-        )  # fmt: skip
+        said = {"setting": spell(name), "value": first["input"], "allowed": known}
+        return ConfigurationError("there is no such setting", **said, remedy="Check the spelling.")
     field = fields_of(cls)[name]
     setting = field.title or spell(name)
     if first["type"] in ("missing", "missing_argument"):
@@ -105,10 +103,5 @@ def _translated(error: ValidationError, cls: Any, spell: Callable[[str], str]) -
     remedy = "Give one of these."
     if not field.is_required():
         remedy = f"Leave it out for the default, {field.get_default(call_default_factory=True)}."
-    return ConfigurationError(
-        "this cannot work",
-        setting=setting,
-        value=first["input"],
-        allowed=first["msg"].removeprefix("Input should be "),
-        remedy=field.description or remedy,
-    )
+    allowed, remedy = first["msg"].removeprefix("Input should be "), field.description or remedy
+    return ConfigurationError("this cannot work", setting=setting, value=first["input"], allowed=allowed, remedy=remedy)

@@ -7,16 +7,15 @@ more or less, no text for a number, and neither NaN nor infinity.
 
 import functools
 import json
-import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter
 
-from verl_precision.base.errors import CheckpointStateError, VerlPrecisionError
+from verl_precision.base.errors import CheckpointStateError, error_in_one_line
 from verl_precision.base.files import open_regular
 
 T = TypeVar("T")
@@ -33,7 +32,7 @@ def refused_in_words(what: str, remedy: str) -> Iterator[None]:
         yield
     except Exception as error:
         inner = error.problem if isinstance(error, CheckpointStateError) else ""
-        problem = f"{what}: {inner}" if inner else f"{what} cannot be read ({_reason(error)})"
+        problem = f"{what}: {inner}" if inner else f"{what} cannot be read ({error_in_one_line(error)[:_SHOWN]})"
         raise CheckpointStateError(problem, allowed="what this version wrote", remedy=remedy) from error
 
 
@@ -81,12 +80,3 @@ def plain_yaml(text: str) -> Any:
         if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):
             raise ValueError(f"line {event.start_mark.line + 1}: an alias, or more than {_DEEPEST} levels")
     return yaml.load(text, loader)
-
-
-def _reason(error: Exception) -> str:
-    """Say in one line what was wrong."""
-    said = error.problem if isinstance(error, VerlPrecisionError) else f"{type(error).__name__}: {error}"
-    if isinstance(error, ValidationError):
-        first = error.errors(include_url=False)[0]
-        said = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, not {reprlib.repr(first['input'])}"
-    return " ".join(said.split())[:_SHOWN]

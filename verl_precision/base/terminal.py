@@ -5,8 +5,7 @@ import textwrap
 from collections.abc import Collection, Iterable, Sequence
 
 from rich.box import HEAVY_HEAD
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.measure import Measurement
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -17,27 +16,6 @@ _UNSEEN = re.compile("[\x00-\x08\n-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800
 def printable(text: str) -> str:
     r"""Return a line as a terminal may have it: a character that is not to be seen is written as \x1b."""
     return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
-
-
-class _Words:
-    """A cell in which a word that is wider than the column folds after a dot, a slash or an underscore."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement.get(console, options, Text(self._text))
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width
-        yield Text(" ".join(_folded(word, width) if len(word) > width else word for word in self._text.split(" ")))
-
-
-def _folded(word: str, width: int) -> str:
-    lines = [""]
-    for piece in re.split(r"(?<=[./_])", word):
-        lines[-1:] = [lines[-1] + piece] if len(lines[-1] + piece) <= width else [lines[-1], piece]
-    return "\n".join(filter(None, lines))
 
 
 def terminal_table(
@@ -51,15 +29,14 @@ def terminal_table(
     """Return a table for a console, with or without a frame.
 
     The first columns, as many as `words`, stand at the left; the others are numbers, at the right, below a heading of
-    one word a line. On a narrow console the widest columns fold. Rows with the numbers `red` are red.
+    one word a line, which do not fold on a narrow console. Rows with the numbers `red` are red.
     """
     table = Table(title=title, title_justify="left", box=HEAVY_HEAD if framed else None, header_style="bold")
     for number, column in enumerate(columns):
         heading, side = (column, "left") if number < words else (column.replace(" ", "\n"), "right")
-        table.add_column(heading, justify=side, overflow="fold")  # type: ignore[arg-type]
+        table.add_column(heading, justify=side, overflow="fold", no_wrap=number >= words)  # type: ignore[arg-type]
     for number, row in enumerate(rows):
-        shown = ["\n".join(map(printable, cell.split("\n"))) for cell in row]
-        cells: list[RenderableType] = [*map(_Words, shown[:words]), *map(Text, shown[words:])]
+        cells = [Text("\n".join(map(printable, cell.split("\n")))) for cell in row]
         table.add_row(*cells, style="red" if number in red else None)
     return table
 

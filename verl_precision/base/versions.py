@@ -52,12 +52,7 @@ def installed_vllm() -> str | None:
 
 
 def loads_adapters(vllm: str) -> bool:
-    """Return whether verl can load a LoRA adapter into this version of vLLM.
-
-    Example:
-        >>> loads_adapters("0.28.0"), loads_adapters("0.29.0rc1")
-        (True, False)
-    """
+    """Return whether verl can load a LoRA adapter into this version of vLLM."""
     return _VLLM_THAT_VERL_GIVES_ADAPTERS.contains(vllm, prereleases=True)
 
 
@@ -67,18 +62,16 @@ def require_tested(distribution: str, version: str) -> None:
     if not tested.contains(version.partition("+")[0], prereleases=True):
         way_out = "; or keep verl as it is and disable this plugin: VERL_USE_EXTERNAL_PLUGINS=none"
         way_out = way_out if distribution == "verl" else ""
-        raise EnvironmentMismatchError(
-            f"{distribution} {version} is outside the range verl_precision was tested with ({tested})",
-            remedy=f'Install a tested release: pip install "{distribution}{tested}"{way_out}.',
-        )
+        problem = f"{distribution} {version} is outside the range verl_precision was tested with ({tested})"
+        remedy = f'Install a tested release: pip install "{distribution}{tested}"{way_out}.'
+        raise EnvironmentMismatchError(problem, remedy=remedy)
 
 
 def require_packages(verb: str, *modules: str) -> None:
     """Refuse a verb whose packages are not installed, before it does any work."""
     if absent := [name for name in modules if importlib.util.find_spec(name) is None]:
-        small = {"matplotlib": "'matplotlib>=3.8'", **{name: name for name in ("jinja2", "starlette", "uvicorn")}}
-        remedy = f"Install it: pip install {' '.join(small.get(name, name) for name in absent)}"
-        if not {*absent} <= small.keys():
+        remedy = f"Install it: pip install {' '.join(absent)}"
+        if not {*absent} <= {"matplotlib", "jinja2", "starlette", "uvicorn"}:
             remedy = 'In a clone: `make venv` (CPU) or `pip install ".[gpu]"` (CUDA)'
         raise EnvironmentMismatchError(f"{verb} needs {' and '.join(absent)}, not installed here", remedy=remedy)
 

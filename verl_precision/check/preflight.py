@@ -48,8 +48,7 @@ class PreflightCallback(Callback):
                 print(f"verl_precision: presets=win: {replaced}", file=sys.stderr)
             if wrong := mistyped(config):  # resolvers and rules would compute with the text
                 raise wrong[0]
-            for note in fit_to_engine(config):
-                print(f"verl_precision: warning: {note}", file=sys.stderr)
+            fit_to_engine(config)
             self._driver.name(config)
         except OmegaConfBaseException as error:
             raise unresolved(error, "the config") from error

@@ -25,19 +25,16 @@ from verl_precision.base.signals import ended_by_signals
 from verl_precision.base.terminal import paragraph
 
 GROUP = "verl_precision.verbs"  # of entry points
-_FIRST = ("check", "selftest", "compare", "report", "watch", "mismatch", "explain", "evaluate", "sanity-set", "export")
-ORDER = (*_FIRST, "data", "patch", "recipes", "tiny-model")  # of --help; another verb follows
 
 
 class _Installed(Mapping[str, TyperCommand]):
     """The verbs that are installed with this package: each is imported when it is asked for."""
 
     def __init__(self) -> None:
-        known: dict[str, metadata.EntryPoint] = {}
+        self._points: dict[str, metadata.EntryPoint] = {}
         with suppress(metadata.PackageNotFoundError):
             points = metadata.distribution("verl-precision").entry_points
-            known = {point.name: point for point in points.select(group=GROUP)}
-        self._points = {name: known[name] for name in (*ORDER, *sorted(known.keys() - {*ORDER})) if name in known}
+            self._points = {point.name: point for point in points.select(group=GROUP)}
 
     def __getitem__(self, name: str) -> TyperCommand:
         return self.verb(name).command(name)
@@ -122,10 +119,7 @@ def say(text: str, to: Console = console, style: str | None = None) -> None:
 
 @contextmanager
 def silence_third_party() -> Iterator[None]:
-    """Hide every logger's INFO and WARNING, Python's warnings, and progress bars; errors are still shown.
-
-    Only in this process and only inside: a run of verl, which is another process, says what it always says.
-    """
+    """Hide every logger's INFO and WARNING, Python's warnings, and progress bars inside; errors are still shown."""
     disabled, bars = logging.root.manager.disable, os.environ.get(_PROGRESS_BARS)
     logging.disable(logging.WARNING)
     os.environ.setdefault(_PROGRESS_BARS, "1")
@@ -156,7 +150,11 @@ class Verb:
     def command(self, name: str) -> TyperCommand:
         """Return it for Typer: one of our errors ends it with exit code 1, a signal with 128 and its number."""
         own = [each for each in inspect.signature(self.function).parameters.values() if each.name != "given"]
-        fields = _fields_of(self.job) if self.job else []
+        fields: list[inspect.Parameter] = []
+        if self.job:
+            from verl_precision.base.options import parameters_of
+
+            fields = parameters_of(pkgutil.resolve_name(self.job))
 
         def run(context: Context, **values: Any) -> None:
             from verl_precision.base.versions import require_packages
@@ -186,20 +184,11 @@ class Verb:
         return get_command(alone)  # type: ignore[return-value]
 
 
-def _fields_of(job: str) -> list[inspect.Parameter]:
-    from verl_precision.base.options import parameters_of
-
-    return parameters_of(pkgutil.resolve_name(job))
-
-
 def verb(job: str = "", needs: Sequence[str] = (), **settings: Any) -> Callable[[Callable[..., None]], Verb]:
     """Make a function a verb; its entry point in setup.py, group verl_precision.verbs, gives it a name.
 
-    Args:
-        job: Class whose fields are options, too, as `module:name`; the function gets those that are given as `given`.
-            It is imported when this verb is asked for, so that the help of others does not wait for it.
-        needs: Packages that it imports at some time, and that may be missing: said before any work.
-        settings: Settings of typer's command.
+    `job` is a class whose fields are options, too, as `module:name`; the function gets those that are given as `given`.
+    `needs` are packages that it imports at some time, and that may be missing: said before any work.
     """
     return lambda function: Verb(function, job, needs, settings)
 

@@ -34,9 +34,10 @@ def register_resolvers(omegaconf: ModuleType) -> None:
 
 
 def tiny_model(architecture: str) -> str:
-    """Return the folder of a tiny model, built when first asked for."""
-    from verl_precision.base.tiny_model import cached_tiny_model
+    """Return the folder of a tiny model, built when first asked for, by what is installed beside the plugin."""
+    from verl_precision.base.extensions import features_asked_for
 
+    (cached_tiny_model,) = features_asked_for("resolve", {"tiny_model": True}.get, promised=["tiny_model"])
     return str(cached_tiny_model(architecture))
 
 

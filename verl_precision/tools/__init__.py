@@ -8,5 +8,6 @@ sanity_set  sanity-set: the paper's perfectible data set
 selftest    selftest: is this machine fit for FP16 RL?
 export, data, patching   the verbs of their names
 engines     shared: vLLM that samples, verl's engine that scores, each in a process of its own
+tiny_model  shared: tiny random models with tokenizer, which `scale=cpu` trains and `tiny-model` writes
 jobs        shared: problems, prompts, and results on disk that a killed job continues from
 """

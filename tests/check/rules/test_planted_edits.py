@@ -32,7 +32,6 @@ from verl.workers.config.optimizer import build_optimizer
 from verl.workers.rollout.base import get_rollout_class
 from verl_says import objection
 
-from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.base.verl_config import engines
 from verl_precision.check.models import model_config
 from verl_precision.check.probe import probe_environment
@@ -40,6 +39,7 @@ from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import RULES, Environment
 from verl_precision.check.rules.tables import VLLM_DTYPES, null_number
 from verl_precision.check.verl_refusals import refusals
+from verl_precision.tools.tiny_model import cached_tiny_model
 
 # Rule, how serious, recipe, scale, edit, and who shows that it is right:
 #   verl: MESSAGE     `verl_says.objection` raises it

@@ -23,7 +23,6 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.base.verl_config import CASTING
 from verl_precision.check.rules.adapters import EXPERTS_AS_LINEAR
 from verl_precision.check.rules.attention import ATTENTION
@@ -33,6 +32,7 @@ from verl_precision.check.rules.gpu_memory import GIB, shape_of
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import RULES, Environment, Machine
 from verl_precision.check.rules.run import GROUP_ESTIMATORS
+from verl_precision.tools.tiny_model import cached_tiny_model
 
 # A row: name, severity (error or warning), end of the setting's path, overrides as `composed` takes them.
 ROWS = [line.split() for line in Path(__file__).with_name("planted_faults.txt").read_text().splitlines()]

@@ -29,7 +29,6 @@ from verl.workers.utils.losses import ppo_loss
 
 from verl_precision.base.dtypes import long
 from verl_precision.base.errors import LossScaleError
-from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.engine.loss_scaling import local_part
 from verl_precision.engine.settings import LossScaleSettings
 from verl_precision.integration.cpu.platform import PlatformCPU
@@ -37,6 +36,7 @@ from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig,
 from verl_precision.integration.engine.measurement import CANDIDATES, LOTS, MISMATCH, REQUEST, MeasureOrder
 from verl_precision.integration.ledger import LEDGER
 from verl_precision.tools.selftest.single_rank import nested, one_rank
+from verl_precision.tools.tiny_model import cached_tiny_model
 from verl_precision.weight_sync.manifest import MANIFEST_NAME
 
 SCALE = 1024.0

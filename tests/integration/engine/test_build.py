@@ -10,6 +10,7 @@ import verl.workers.engine  # noqa: F401 - it imports what is tested here
 from torch import nn
 from verl.workers.config import FSDPEngineConfig
 
+from verl_precision.base import extensions
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.arithmetic_choice import VARIABLE
 from verl_precision.integration.engine import build
@@ -70,7 +71,7 @@ def test_a_step_is_built_in_where_its_setting_asks_for_it(monkeypatch):
 
 @pytest.mark.parametrize(("asked", "setting"), [*((name, name) for name in OPTIONAL), (None, "arithmetic")])
 def test_a_step_that_is_not_installed_is_refused_and_never_left_out(monkeypatch, asked, setting):
-    monkeypatch.setattr(metadata, "entry_points", lambda group: ())
+    monkeypatch.setattr(extensions, "installed", lambda group: ())
     if asked is None:
         monkeypatch.setenv(VARIABLE, "exact")
     with pytest.raises(ConfigurationError, match="not installed") as error:
@@ -83,7 +84,7 @@ def test_an_alarm_finds_the_lower_rate_and_one_that_is_not_installed_is_refused(
     for _ in range(2):
         build.lower_rate_in(engine)
     assert len(engine.parts) == kept + 1, "once"
-    monkeypatch.setattr(metadata, "entry_points", lambda group: ())
+    monkeypatch.setattr(extensions, "installed", lambda group: ())
     with pytest.raises(ConfigurationError, match="not installed") as error:
         build.lower_rate_in(engine)
     assert error.value.setting == LOWER_RATE
@@ -114,7 +115,7 @@ def test_what_a_step_of_somebody_else_leaves_takes_part(monkeypatch):
 
     point = metadata.EntryPoint("watch_routing", "mine:step", "verl_precision.engine")
     monkeypatch.setattr(metadata.EntryPoint, "load", lambda self: step)
-    monkeypatch.setattr(metadata, "entry_points", lambda group: [point])
+    monkeypatch.setattr(extensions, "installed", lambda group: [point])
     monkeypatch.setattr(build.RouterReplay, "is_asked", lambda config: False)
     engine = made(watch_routing=True)
     assert isinstance(engine.module, nn.Sequential), "verl's own is a step, too"

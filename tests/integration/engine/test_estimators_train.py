@@ -8,11 +8,11 @@ import torch
 from composer import actor_config, compose_estimator
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.integration.trainer.checkpoints import is_complete
 from verl_precision.presets import preset_names
 from verl_precision.tools.actions.learning_rate import LOWER_RATE
 from verl_precision.tools.selftest.single_rank import engine_batch, nested
+from verl_precision.tools.tiny_model import cached_tiny_model
 
 PROMPT, RESPONSES, RESPONSE = 4, 4, 6
 SEQUENCE, SCALE = PROMPT + RESPONSE, 1024.0

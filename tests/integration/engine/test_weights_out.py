@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.tiny_model import ARCHITECTURES, cached_tiny_model
 from verl_precision.integration.engine.weight_export import adapter_layers, merged_lora, served_lora
 from verl_precision.tools.export.session import export_checkpoint
+from verl_precision.tools.tiny_model import ARCHITECTURES, cached_tiny_model
 
 HEAD, EMBEDDINGS = ["q_proj", "lm_head"], ["embed_tokens"]
 # What an adapter is on, or has besides; None: all weights are trained.

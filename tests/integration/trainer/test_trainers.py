@@ -112,7 +112,7 @@ def test_callbacks_go_around_verls_method_in_their_order(trainer, base, monkeypa
 
 
 def test_a_callback_that_is_promised_and_not_installed_is_refused(config, monkeypatch):
-    monkeypatch.setattr(extensions.metadata, "entry_points", lambda group: [])
+    monkeypatch.setattr(extensions, "installed", lambda group: [])
     OmegaConf.update(config, "mismatch.keep_tokens", 4)
     with pytest.raises(ConfigurationError, match="mismatch.keep_tokens=4: .*not installed"):
         measured_mode(config)

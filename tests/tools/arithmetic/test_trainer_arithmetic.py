@@ -8,9 +8,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.tiny_model import random_model, settings
 from verl_precision.engine.arithmetic_choice import VARIABLE, inner_dtype
 from verl_precision.tools.arithmetic.trainer_model import merge_adapters, replace_operations
+from verl_precision.tools.tiny_model import random_model, settings
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
 LENGTHS = (7, 1, 12, 5)

@@ -19,7 +19,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 import verl_precision.tools.selftest.single_rank as single_rank
-from verl_precision.base.tiny_model import cached_tiny_model
+from verl_precision.tools.tiny_model import cached_tiny_model
 from verl_precision.tools.engines.engine import Request, SamplerSettings, ScorerSettings
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.vllm_sampler import VllmEngine

@@ -10,11 +10,11 @@ import pytest
 
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, RunFailedError
 from verl_precision.base.seeds import response_seed
-from verl_precision.base.tiny_model import IM_START
 from verl_precision.tools.engines import model as model_module
 from verl_precision.tools.engines.engine import Request, Response
 from verl_precision.tools.engines.model import Model, find_model, load_tokenizer, tokenize
 from verl_precision.tools.engines.ray_engines import RayEngines
+from verl_precision.tools.tiny_model import IM_START
 
 CHAT = [{"role": "user", "content": "2+2="}]
 

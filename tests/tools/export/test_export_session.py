@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.tools.export import session
 from verl_precision.tools.export.session import export_checkpoint
+from verl_precision.tools.tiny_model import cached_tiny_model
 
 LARGE = {"model.norm.weight": 65520.0}
 ADAPTER = "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"

@@ -5,12 +5,11 @@ import pkgutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import metadata
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.errors import sentence
-from verl_precision.base.extensions import PREFIX
+from verl_precision.base.extensions import installed
 from verl_precision.check import rules
 from verl_precision.check.remedies import without_chosen
 from verl_precision.check.rules.presets import one_for_a_cause
@@ -21,7 +20,7 @@ from verl_precision.check.rules.run import made_by_a_script
 for _module in pkgutil.iter_modules(rules.__path__, f"{rules.__name__}."):
     if _module.name != __name__:
         importlib.import_module(_module.name)
-for _point in metadata.entry_points(group=f"{PREFIX}rules"):  # modules of what is installed beside the plugin
+for _point in installed("rules"):  # modules of what is installed beside the plugin
     _point.load()
 
 # Of these rules of a machine: what was read in a file that is here holds wherever the run is.

@@ -1,14 +1,20 @@
-"""Do a checkpoint's weights survive a cast to FP16? Tensor by tensor and in slices, never the whole.
+"""Does a model fit FP16? Its weights, tensor by tensor; and its activations and gradients, module by module.
 
-FP16 holds magnitudes up to 65504; below 2**-14 its numbers are subnormal and lose bits, and what is not above 2**-25
-becomes zero. A weight beyond 65504 becomes infinite and the model's output NaN; subnormal and flushed weights are
-normal in small numbers (they contribute little), and suspicious in large ones.
+Weights are cast in slices, never the whole. FP16 holds magnitudes up to 65504; below 2**-14 its numbers are subnormal
+and lose bits, and what is not above 2**-25 becomes zero. A weight beyond 65504 becomes infinite and the model's output
+NaN; subnormal and flushed weights are normal in small numbers (they contribute little), and suspicious in large ones.
+
+Activations are computed in FP32, so that the true magnitude is seen: in FP16 an overflow is inf in one layer and NaN in
+all after it, and says neither where it began nor how far it went. The loss is the mean negative log-likelihood of the
+prompts' own tokens, whose gradients are those of a policy gradient with advantage 1; FP16 holds them times the loss
+scale. A peak of activations far below 65504 says nothing about the backward pass.
 """
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +22,17 @@ from verl_precision.base.dtypes import DTYPES
 from verl_precision.base.errors import ConfigurationError
 
 FP16_MAX = 65504.0
-FP16_TO_INF = 65520.0  # halfway between 65504 and 2**16: rounds to infinity
 FP16_SMALLEST_NORMAL = 2.0**-14
-FP16_TO_ZERO = 2.0**-25  # half the smallest subnormal: rounds to even, which is zero
 SLICE_ELEMENTS = 4 << 20  # Elements looked at in one go: 8 MiB in BF16, and a few temporaries of that size.
 FLUSH_WARNING = 0.01  # More than this share of a tensor's non-zero weights rounded to zero is worth a look.
 STORED = {known.safetensors: known.torch for known in DTYPES.values()} | {"F64": "float64"}  # read: their name in torch
 INDEX = "model.safetensors.index.json"
+LOSS_SCALE = 65536.0  # torch's and verl's initial one
+PROMPTS = (
+    "Question: Natalia sold clips to 48 friends, and half as many in May. How many in all?\nAnswer: 48 + 24 = 72.",
+    "def gcd(a, b):\n    while b:\n        a, b = b, a % b\n    return a\n",
+    "0 1 1 2 3 5 8 13 21 34 55 89 144 233 377 610 987 1597 2584 4181 6765",
+)
 
 
 @dataclass(frozen=True)
@@ -60,62 +70,38 @@ class CheckpointReport:
     @property
     def verdict(self) -> str:
         """One sentence."""
-        lost = [tensor.lost for tensor in self.tensors if tensor.lost]
-        if lost:
+        if not self.ok:
+            lost = [tensor.lost for tensor in self.tensors if tensor.lost]
             where = f"{sum(lost)} weight(s) in {len(lost)} tensor(s)"
             return f"not for FP16: {where} are not finite in FP16. Use precision=bf16."
-        flushed = sum(tensor.flushed > FLUSH_WARNING for tensor in self.tensors)
-        if flushed:
+        if flushed := sum(tensor.flushed > FLUSH_WARNING for tensor in self.tensors):
             where = f"{flushed} tensor(s) lose more than {FLUSH_WARNING:.0%} of their weights to zero"
             return f"every weight is finite in FP16, but {where}"
         return "every weight fits FP16"
 
-    def as_dict(self) -> dict:
-        """Return it for machines."""
-        largest = max((tensor.largest for tensor in self.tensors), default=0.0)
-        return {
-            "model": str(self.path),
-            "ok": self.ok,
-            "verdict": self.verdict,
-            "elements": sum(tensor.elements for tensor in self.tensors),
-            "headroom": FP16_MAX / largest if largest else None,
-            "skipped": self.skipped,
-            "tensors": [asdict(tensor) for tensor in self.tensors],
-        }
 
-
-def audit_checkpoint(
-    path: Path, on_progress: Callable[[int, int], None] = lambda done, total: None
-) -> CheckpointReport:
+def audit_checkpoint(path: Path, track: Callable[[list], Iterable] = iter) -> CheckpointReport:
     """Audit every floating-point tensor of a safetensors checkpoint.
 
     The path is a folder in Hugging Face format, sharded or not, or one .safetensors file; one that is missing or broken
-    is a ConfigurationError. `on_progress` is called with (bytes done, bytes in all) after each slice.
+    is a ConfigurationError. `track` gets the tensors, and yields them: it may show how far it is.
     """
     from safetensors import SafetensorError, safe_open
 
-    files = checkpoint_files(path)
-    total, done = sum(file.stat().st_size for file in files), 0
     tensors: list[TensorReport] = []
     skipped: list[str] = []
-
-    def on_slice(size: int) -> None:
-        nonlocal done
-        done += size
-        on_progress(done, total)
-
-    for file in files:
+    for file in _files_of(path):
         try:
             with safe_open(file, framework="pt") as content:
-                for name in content.offset_keys():
+                for name in track(content.offset_keys()):
                     dtype = content.get_slice(name).get_dtype()
-                    if dtype not in STORED:
+                    if dtype in STORED:
+                        tensors.append(audit_tensor(name, dtype, _slices(content, name)))
+                    else:
                         skipped.append(name)
-                        continue
-                    tensors.append(audit_tensor(name, dtype, _pieces(content, name, on_slice)))
-        except SafetensorError as error:
-            raise _broken(file, f"not a readable safetensors file ({error})") from error
-    on_progress(total, total)
+        except (SafetensorError, OSError) as error:
+            problem, remedy = f"{file} is not a readable safetensors file ({error})", "Download the checkpoint again."
+            raise ConfigurationError(problem, setting="--model", value=path, remedy=remedy) from error
     return CheckpointReport(path, worst_first(tensors), skipped)
 
 
@@ -124,30 +110,21 @@ def worst_first(tensors: list[TensorReport]) -> list[TensorReport]:
     return sorted(tensors, key=lambda tensor: (tensor.lost, tensor.flushed, tensor.largest), reverse=True)
 
 
-def checkpoint_files(path: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint; a file that is missing is named by a ConfigurationError."""
+def _files_of(path: Path) -> list[Path]:
+    """Return a checkpoint's files: one, those that an index names, be they there or not, or all in a folder."""
     if path.is_file() and path.suffix == ".safetensors":
         return [path]
     index = path / INDEX
-    if index.is_file():
-        files = sorted({path / name for name in json.loads(index.read_text())["weight_map"].values()})
-    else:
-        files = sorted(path.glob("*.safetensors"))
+    named = json.loads(index.read_text())["weight_map"].values() if index.is_file() else ()
+    files = sorted({path / name for name in named} or path.glob("*.safetensors"))
     if not files:
         problem, remedy = "no safetensors file there", "Save the model with save_pretrained first."
         allowed = "a folder in Hugging Face format with model.safetensors or its shards, or one .safetensors file"
         raise ConfigurationError(problem, setting="--model", value=path, allowed=allowed, remedy=remedy)
-    for file in files:
-        if not file.is_file():
-            raise _broken(path, f"{file.name}, which {INDEX} names, is missing")
     return files
 
 
-def _broken(path: Path, problem: str) -> ConfigurationError:
-    return ConfigurationError(problem, setting="--model", value=path, remedy="Download the checkpoint again.")
-
-
-def _pieces(content: Any, name: str, on_slice: Callable[[int], None]) -> Iterator:
+def _slices(content: Any, name: str) -> Iterator[Any]:
     """Yield a tensor in slices of some rows, flat; it is mapped, and its pages go when the memory is needed."""
     described = content.get_slice(name)
     if not (shape := described.get_shape()):
@@ -155,42 +132,111 @@ def _pieces(content: Any, name: str, on_slice: Callable[[int], None]) -> Iterato
         return
     rows = max(SLICE_ELEMENTS // max(math.prod(shape[1:]), 1), 1)
     for first in range(0, shape[0], rows):
-        yield (piece := described[first : first + rows].flatten())
-        on_slice(piece.nbytes)
+        yield described[first : first + rows].flatten()
 
 
-def audit_tensor(name: str, dtype: str, pieces: Iterable) -> TensorReport:
+def audit_tensor(name: str, dtype: str, slices: Iterable[Any]) -> TensorReport:
     """Audit one tensor, given as flat slices, whose dtype has this name in safetensors."""
-    elements, largest, counts = 0, 0.0, [0, 0, 0, 0]
-    for values in pieces:
-        piece_largest, *piece = _count(values)
-        elements, largest = elements + values.numel(), max(largest, piece_largest)
-        counts = [sum(pair) for pair in zip(counts, piece, strict=True)]
-    overflows, not_finite, subnormal, flushed = counts
+
+    elements, largest, overflows, not_finite, subnormal, flushed = 0, 0.0, 0, 0, 0, 0
+    for values in slices:
+        finite, cast = values[values.isfinite()], values.half()
+        elements += values.numel()
+        not_finite += values.numel() - finite.numel()
+        overflows += int((~cast.isfinite()).sum()) - (values.numel() - finite.numel())
+        becomes_zero = (cast == 0) & (values != 0)
+        flushed += int(becomes_zero.sum())
+        subnormal += int(((values.abs() < FP16_SMALLEST_NORMAL) & (cast != 0)).sum())
+        largest = max(largest, float(finite.abs().max()) if finite.numel() else 0.0)
     share = 1 / max(elements, 1)
     return TensorReport(name, dtype, elements, largest, overflows, not_finite, subnormal * share, flushed * share)
 
 
-def _count(values) -> tuple[float, int, int, int, int]:
-    """Return largest finite magnitude, overflows, not finite, subnormal and flushed of one piece."""
-    # Compared as integers: without the sign bit, floats are ordered as their bit patterns are. That, and counting with
-    # `count_nonzero`, is several times cheaper than a cast to FP32, or a sum or selection of booleans.
+@dataclass
+class ModuleReport:
+    """One module of the model."""
+
+    name: str  # its path
+    activation: float = 0.0  # largest magnitude of its output
+    gradient: float = 0.0  # largest magnitude of the gradients of its output and of its own parameters, unscaled
+
+
+@dataclass(frozen=True)
+class ActivationReport:
+    """A whole model."""
+
+    modules: list[ModuleReport]  # each that computes, the ones with least headroom first
+
+    @property
+    def largest_safe_scale(self) -> float:
+        """The largest power of two at which no gradient of these prompts overflows."""
+        worst = max(each.gradient for each in self.modules)
+        if not worst:
+            return math.inf
+        return 2.0 ** math.floor(math.log2(FP16_MAX / worst)) if worst < math.inf else 0.0
+
+    @property
+    def overflows(self) -> list[str]:
+        """Names of modules whose output is infinite in FP16: no loss scale helps."""
+        return [each.name for each in self.modules if each.activation > FP16_MAX]
+
+    @property
+    def ok(self) -> bool:
+        """Whether FP16 holds everything, if need be at a smaller loss scale of at least 1."""
+        return not self.overflows and self.largest_safe_scale >= 1
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        if self.overflows:
+            return f"not for FP16: the output of {self.overflows[0]} exceeds 65504. Use precision=bf16."
+        if not self.ok:
+            return "not for FP16: a gradient exceeds 65504 even at loss scale 1. Use precision=bf16."
+        if self.largest_safe_scale >= LOSS_SCALE:
+            return f"activations fit FP16, and gradients at loss scale {LOSS_SCALE:g}"
+        return f"fits FP16 at a loss scale of {self.largest_safe_scale:g} or less; above it updates would be skipped"
+
+
+def measure_activations(path: Path, prompts: Sequence[str] = PROMPTS) -> ActivationReport:
+    """Run prompts forward and backward in FP32 and record every module's output and gradients.
+
+    The model, a folder in Hugging Face format with tokenizer, is loaded whole, in FP32: 4 bytes a parameter. Prompts
+    run one at a time. Each gradient is dropped once it has been looked at.
+    """
     import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    found: dict[str, ModuleReport] = {}
 
-    def bits(number: float) -> int:
-        return int(torch.tensor(number, dtype=values.dtype).view(kind))
+    def on_gradient(gradient: torch.Tensor, name: str) -> None:
+        report = found.setdefault(name, ModuleReport(name))
+        report.gradient = max(report.gradient, _largest(gradient))
 
-    magnitude = values.view(kind) & torch.iinfo(kind).max
-    infinite = bits(float("inf"))
-    overflows = not_finite = 0
-    if int(magnitude.max()) >= bits(FP16_TO_INF):
-        not_finite = int(torch.count_nonzero(magnitude >= infinite))
-        overflows = int(torch.count_nonzero(magnitude >= bits(FP16_TO_INF))) - not_finite
-        magnitude = magnitude[magnitude < infinite]
-    largest = float(magnitude.max().view(values.dtype)) if magnitude.numel() else 0.0
-    small = int(torch.count_nonzero(magnitude < bits(FP16_SMALLEST_NORMAL)))
-    gone = int(torch.count_nonzero(magnitude <= bits(FP16_TO_ZERO)))
-    zeros = magnitude.numel() - int(torch.count_nonzero(magnitude))
-    return largest, overflows, not_finite, small - gone, gone - zeros
+    def on_output(module: Any, inputs: Any, output: Any, name: str) -> None:
+        tensor = output[0] if isinstance(output, tuple) else output
+        if isinstance(tensor, torch.Tensor):  # else a container of tensors that were seen where they were made
+            report = found.setdefault(name, ModuleReport(name))
+            report.activation = max(report.activation, _largest(tensor))
+            if tensor.requires_grad:
+                tensor.register_hook(partial(on_gradient, name=name))
+
+    def on_weight_gradient(parameter: torch.Tensor, name: str) -> None:
+        on_gradient(parameter.grad, name)
+        parameter.grad = None  # one tensor's gradient at a time
+
+    for name, module in model.named_modules():
+        module.register_forward_hook(partial(on_output, name=name))
+    for name, parameter in model.named_parameters():  # each once, also one that two modules share
+        parameter.register_post_accumulate_grad_hook(partial(on_weight_gradient, name=name.rpartition(".")[0]))
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    modules = sorted(found.values(), key=lambda each: max(each.activation, each.gradient * LOSS_SCALE), reverse=True)
+    return ActivationReport(modules)
+
+
+def _largest(tensor: Any) -> float:
+    """Return the largest magnitude; NaN counts as infinite, so that it is seen."""
+    return float(tensor.detach().abs().nan_to_num(nan=float("inf"), posinf=float("inf")).max())

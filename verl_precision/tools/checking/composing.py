@@ -1,28 +1,140 @@
-"""Compose a recipe as `python -m verl.trainer.main_ppo --config-dir ... --config-name ...` does.
+"""From what a user types, a recipe, overrides alone or a command, to the config that a run of verl would have.
 
-The parser of YAML, Hydra and OmegaConf say what they could not do; here is said which word or line to change.
+A main of verl's is a module with `hydra.main`: name and folder of its config stand in that decorator, which is read and
+not run. A config is composed as `python -m verl.trainer.main_ppo --config-dir ... --config-name ...` does.
 """
 
 import re
+from argparse import ArgumentError, ArgumentParser
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_precision.base.dtypes import short
 from verl_precision.base.errors import ConfigurationError, VerlPrecisionError
-from verl_precision.base.versions import require_packages
+from verl_precision.base.files import table_of
+from verl_precision.base.versions import installed_version, require_packages
 from verl_precision.check.composition import require_complete, require_overrides, unresolved
 from verl_precision.check.winning_words import let_presets_win
-from verl_precision.presets import preset_groups, preset_names
-from verl_precision.tools.checking.command import own_configs
-from verl_precision.tools.checking.words import meant, wrong_words
+from verl_precision.tools.checking.words import wrong_words
 
+MAIN = "verl.trainer.main_ppo"
 REFUSES = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)  # what composing raises
-_EXAMPLE = "e.g. recipes/quickstart/quickstart.yaml"
+_STARTER = re.compile(r"(^|/)(python[\d.]*|bash|sh|torchrun|accelerate|deepspeed|ray|srun|mpirun)$|\.(sh|py)$")
+_CONFIG = re.compile(r'hydra\.main\(config_path="(\w+)", config_name="(\w+)"')
+
+
+def read_command(words: Sequence[str], gone: list[ConfigurationError] | None = None) -> tuple[Path, list[str]]:
+    """Return YAML and overrides of what was typed: a recipe and both, overrides of verl's own, or a whole command.
+
+    A main that verl has no more is refused; or, given a list, its refusal is put there, and the config is that of the
+    main to take instead.
+
+    Raises:
+        ConfigurationError: For a shell script, which would have to be run to be known, and a main that is not verl's.
+    """
+    words = list(words)
+    if (found := _main_in(words)) is not None:
+        start, module = found
+        return _composed_by(_config_of(module, gone), words[start + 1 :])
+    first = words[0] if words else ""
+    starter = any(_STARTER.search(word) and "=" not in word for word in words)
+    if not first.strip() or (starter and not first.endswith((".yaml", ".yml"))):
+        problem = f"`{' '.join(words)[:80]}` starts no main of verl's, and no script is run to see that"
+        remedy = f"Give all of the command, e.g. python -m {MAIN} KEY=VALUE; in a script, write "
+        remedy += "`verl-precision check --` before the command that starts verl."
+        raise ConfigurationError(problem, allowed="a recipe, overrides, or verl's command", remedy=remedy)
+    if first.startswith(("~", "-")) or ("=" in first and not Path(first).exists()):
+        return _config_of(MAIN), words
+    return Path(first), words[1:]
+
+
+def _main_in(words: Sequence[str]) -> tuple[int, str] | None:
+    """Return place and module of what a command runs: verl's, or else the first one; None where it names none."""
+    found: list[tuple[int, str]] = []
+    for number, word in enumerate(words):
+        before = words[number - 1] if number else ""
+        if re.fullmatch(r"-[A-Za-z]*m|--module", before) and re.fullmatch(r"\w+(\.\w+)*", word):
+            found.append((number, word))
+        elif re.search(r"(^|[./])main_ppo$|\.py$", word) and not re.search(r"[=\s]", word):
+            found.append((number, _module_of(word)))
+    of_verl = [each for each in found if re.match(r"(verl|recipe)\.", each[1])]
+    return next(iter(of_verl or found), None)
+
+
+def _module_of(script: str) -> str:
+    """Return the module of a script's path; a bare main_ppo is verl's unless such a file is here."""
+    if script.removesuffix(".py") == "main_ppo" and not Path(script).exists():
+        return MAIN
+    inside = re.fullmatch(r"(?:.*/)?((?:verl/(?:trainer|experimental)|recipe/\w+)/.+)\.py", script)
+    return inside[1].replace("/", ".") if inside else script
+
+
+def _composed_by(own: Path, words: list[str]) -> tuple[Path, list[str]]:
+    flags = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)  # Hydra's
+    flags.add_argument("--config-name", "-cn", default=own.name)
+    flags.add_argument("--config-dir", "-cd")
+    flags.add_argument("--config-path", "-cp")
+    try:
+        given, overrides = flags.parse_known_args(words)
+    except ArgumentError as error:
+        option = str(error.argument_name).partition("/")[0]
+        remedy = f"Write {option}=VALUE."
+        raise ConfigurationError("it is given without a value", setting=option, value="", remedy=remedy) from error
+    main, name = own.parent, f"{given.config_name.removesuffix('.yaml')}.yaml"
+    if given.config_path and given.config_path.startswith("pkg://"):
+        main = _verl().parent / given.config_path.removeprefix("pkg://").replace(".", "/")
+    elif given.config_path:  # relative to the main's file
+        main = own.parent.parent / given.config_path.removeprefix("file://")
+    every = [Path(folder) / name for folder in (given.config_dir, main) if folder]
+    return next((path for path in every if path.is_file()), main / name), overrides
+
+
+def _config_of(module: str, gone: list[ConfigurationError] | None = None) -> Path:
+    """Return the YAML that a main of verl's takes by itself; refuse what is no main, or no run of RL."""
+    place, allowed = _verl().parent.joinpath(*module.split(".")), ", ".join(mains())
+    files = (place.with_suffix(".py"), place / "__main__.py")
+    path = next((path for path in files if module.startswith("verl.") and path.is_file()), None)
+    if path is not None:
+        if (own := _own_config(path)) is not None:
+            return own
+        problem, remedy = "it is no RL run: there is nothing to check", f"Give a command that runs {MAIN}."
+    elif (row := next((row for gone, row in table_of(__file__).items() if re.fullmatch(gone, module)), None)) is None:
+        problem = "it is no main of verl's: the config that it composes is not known"
+        remedy = f"Give the config: `check YAML KEY=VALUE ...`; or `check KEY=VALUE ...` if it takes that of {MAIN}."
+    else:
+        problem = f"verl {installed_version('verl')} has no such module{row.get('why', '')}"
+        allowed, words = row.get("instead", allowed), row.get("words", "")
+        remedy = f"Start {allowed}{f' with {words}' if words else ''}." if "instead" in row else words
+    error = ConfigurationError(problem, setting="main", value=module, allowed=allowed, remedy=remedy)
+    if gone is None or not remedy.startswith("Start "):
+        raise error
+    gone.append(error)
+    return _config_of(allowed)
+
+
+def _own_config(path: Path) -> Path | None:
+    """Return the YAML that `hydra.main` names in a file; None where it starts no run of RL."""
+    text = path.read_text(encoding="utf-8")
+    found = _CONFIG.search(text) if "run_ppo" in text else None  # what each main of RL calls
+    return found and path.parent / found[1] / f"{found[2]}.yaml"
+
+
+def mains() -> list[str]:
+    """Return every main of the installed verl that runs RL, its own first."""
+    files = [*_verl().glob("trainer/*.py"), *_verl().glob("experimental/*/*.py")]
+    found = [".".join(path.with_suffix("").relative_to(_verl().parent).parts) for path in files if _own_config(path)]
+    return sorted(found, key=lambda name: (name != MAIN, name))
+
+
+def _verl() -> Path:
+    require_packages("a config of verl's", "verl")
+    spec = find_spec("verl")
+    return Path(next(iter((spec and spec.submodule_search_locations) or ["."])))
 
 
 def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:
@@ -53,11 +165,12 @@ def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:
 def composer(path: Path) -> Callable[[Sequence[str]], DictConfig]:
     """Return what composes a recipe with overrides as verl does, with Hydra's own node."""
     own = OmegaConf.select(read_recipe(path), "hydra.searchpath") or []
-    require_packages("a config of verl's", "verl")
+    _verl()
     import verl  # noqa: F401 - loads the plugin, and with it search path and resolvers
     from hydra import compose, initialize_config_dir
 
-    folders = ["pkg://verl.trainer.config", *own_configs(), *own, "pkg://verl_precision.presets"]
+    others = map(str, sorted(_verl().glob("experimental/*/config")))
+    folders = ["pkg://verl.trainer.config", *others, *own, "pkg://verl_precision.presets"]
     quoted = ",".join("'" + folder.replace("'", r"\'") + "'" for folder in folders)
 
     def composed(chosen: Sequence[str]) -> DictConfig:
@@ -71,12 +184,11 @@ def composer(path: Path) -> Callable[[Sequence[str]], DictConfig]:
 def require_recipe(path: Path) -> None:
     """Refuse a recipe that is not there, or a folder in its place."""
     if path.is_dir():
-        inside = sorted(str(each) for each in path.glob("*.yaml"))
-        remedy = f"Give {inside[0]}." if inside else f"Give the YAML itself, {_EXAMPLE}."
-        allowed = ", ".join(inside) or "a recipe's YAML"
-        raise ConfigurationError(f"{path} is a folder, not a recipe", allowed=allowed, remedy=remedy)
+        inside = [str(each) for each in sorted(path.glob("*.yaml"))] or ["the YAML itself"]
+        problem, allowed = f"{path} is a folder, not a recipe", ", ".join(inside)
+        raise ConfigurationError(problem, allowed=allowed, remedy=f"Give {inside[0]}.")
     if not path.is_file():
-        remedy = f"Give the YAML itself, {_EXAMPLE}, from the repository's root."
+        remedy = "Give the YAML itself, e.g. recipes/quickstart/quickstart.yaml, from the repository's root."
         raise ConfigurationError(f"{path}: there is no such recipe", remedy=remedy)
 
 
@@ -92,27 +204,15 @@ def read_recipe(path: Path) -> DictConfig:
     return content
 
 
-def in_our_words(error: Exception, path: Path | str) -> ConfigurationError:
+def in_our_words(error: Exception, path: Path) -> ConfigurationError:
     """Return what is wrong with a recipe, or with a word that cannot be read, from the error that it led to."""
-    said = " ".join(re.split(r"\w*\s*search path:", str(error), flags=re.I)[0].split())
-    if isinstance(error, yaml.YAMLError):
-        mark = getattr(error, "problem_mark", None)
-        file = path if mark is None or not Path(mark.name).is_file() else mark.name
-        place = f"{file}, line {mark.line + 1}" if mark else str(file)
-        why = getattr(error, "problem", None) or said
-        remedy = "Correct that line, or the one above: most often an indent, a bracket or a quote."
-        return ConfigurationError(f"{place}: this is not YAML: {why}", remedy=remedy)
-    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
-        group, _, name = error.missing_cfg_file.rpartition("/")
-        allowed = ", ".join(preset_names(group) if group in preset_groups() else error.options)
-        problem, remedy = "there is no such preset", meant(short(name), error.options)
-        return ConfigurationError(problem, setting=group, value=name, allowed=allowed, remedy=remedy)
     if isinstance(error, OverrideParseException):
         problem, remedy = f"Hydra cannot read `{error.override}`", "Put quotes into the value: KEY=\"'VALUE'\"."
         return ConfigurationError(problem, allowed="KEY=VALUE, +KEY=VALUE or ~KEY", remedy=remedy)
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return unresolved(error, path)
-    what = "cannot be read" if isinstance(error, OSError | UnicodeDecodeError) else "does not compose"
+    said = " ".join(re.split(r"\w*\s*search path:", str(error), flags=re.I)[0].split())
+    what = "cannot be read" if isinstance(error, OSError | UnicodeDecodeError | yaml.YAMLError) else "does not compose"
     return ConfigurationError(f"{path}: {what}. {said}")
 
 

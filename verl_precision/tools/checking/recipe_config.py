@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_precision.base.errors import ConfigurationError, sentence
 from verl_precision.base.other_engines import fit_to_engine
 from verl_precision.check.composition import unresolved
+from verl_precision.check.keys import keys_of
 from verl_precision.check.probe import gpus_here, probe_environment
 from verl_precision.check.rules.gpu_memory import gpu_memory, require_known_gpu
 from verl_precision.check.rules.memory import chosen_scale
@@ -20,30 +21,27 @@ from verl_precision.check.rules.rule import SEVERITIES, Fault, Severity, fault_o
 from verl_precision.check.winning_words import REPLACED, WIN, WinningWord, winning_words
 from verl_precision.integration.trainer.run_identity import name_the_run
 from verl_precision.integration.trainer.saving import saves
-from verl_precision.tools.checking.command import Command
 from verl_precision.tools.checking.composing import compose_recipe, composer
-from verl_precision.tools.checking.dtype_table import Row, dtype_table
-from verl_precision.tools.checking.training_table import TrainingRow, training_table
-from verl_precision.tools.checking.way_out import WayOut, way_out
-from verl_precision.tools.checking.words import added, wrong_words
+from verl_precision.tools.checking.tables import Row, dtype_table, training_table
+from verl_precision.tools.checking.words import added, unknown, wrong_words
 
 
 @dataclass(frozen=True)
 class RecipeReport:
     """What a recipe will do."""
 
-    rows: list[Row]  # what runs in which dtype
+    rows: Sequence[Row]  # what runs in which dtype
     faults: list[Fault]  # every fault, errors first
     folder: str | None = None  # where checkpoints will be, with the run's digest; None: a run without
-    training: Sequence[TrainingRow] = ()  # what is trained
+    training: Sequence[Row] = ()  # what is trained
     words: Sequence[WinningWord] = ()  # of the command that win over presets, those that contradict none too
     replaced: Sequence[Mapping[str, Any]] = ()  # words over which presets won, with presets=win
-    way_out: WayOut | None = None  # what to type instead
+    leave_out: Sequence[str] = ()  # words that contradict presets
 
     @property
     def ok(self) -> bool:
         """Whether there is no error; warnings, and what could not be looked at, do not count."""
-        return all(fault.severity != "error" for fault in self.faults)
+        return not self.counts["error"]
 
     @property
     def counts(self) -> dict[Severity, int]:
@@ -53,15 +51,12 @@ class RecipeReport:
 
     def as_json(self) -> str:
         """Return it for machines."""
-        lists = {
-            "dtypes": self.rows,
-            "training": self.training,
-            "findings": self.faults,
-            "words_over_presets": self.words,
-        }
-        content = {"ok": self.ok, "counts": self.counts, **{key: [*map(vars, rows)] for key, rows in lists.items()}}
-        way_out = self.way_out and vars(self.way_out)
-        content |= {"replaced": self.replaced, "way_out": way_out, "checkpoints": self.folder}
+        content: dict[str, Any] = {"ok": self.ok, "counts": self.counts}
+        content["dtypes"] = [{"what": row.what, "dtype": row.value, "source": row.source} for row in self.rows]
+        content["training"] = [row._asdict() for row in self.training]
+        content |= {"findings": [*map(vars, self.faults)], "words_over_presets": [*map(vars, self.words)]}
+        content |= {"replaced": self.replaced, "checkpoints": self.folder}
+        content["way_out"] = {"leave_out": self.leave_out} if self.leave_out else None
         return json.dumps(content, indent=2, default=str)
 
 
@@ -77,84 +72,83 @@ class Meant:
 HERE = Meant()  # nothing is said
 
 
-def check_command(command: Command, meant: Meant = HERE, typed: Sequence[str] = ()) -> RecipeReport:
+def check_command(path: Path, overrides: Sequence[str], meant: Meant = HERE) -> RecipeReport:
     """Check what a command composes; with words that it has to change, these alone, all of them at once.
 
-    Rules would only tell what follows from such words. `typed` is what the command was read of.
+    Rules would only tell what follows from such words.
 
     Raises:
         ConfigurationError: If it does not compose for another reason.
     """
-    gone = [fault_of_error(command.refusal, "main-gone", "error")] if command.refusal is not None else []
     try:
-        report = check_recipe(command.path, command.overrides, meant, typed)
+        return check_recipe(path, overrides, meant)
     except ConfigurationError:
-        if not (wrong := _faults_of_words(command.path, command.overrides)):
+        wrong, config = wrong_words(composer(path), path, overrides)
+        if not wrong:
             raise
-        return RecipeReport([], [replace(each, problem=sentence(each.problem)) for each in gone + wrong])
-    return replace(report, faults=gone + report.faults)
+        named = {error.setting for error in wrong}
+        others = [fault for fault in added(config, overrides) if fault.setting not in named]
+        return RecipeReport([], _merged([fault_of_error(error, "unknown-key", "error") for error in wrong], others))
 
 
-def _faults_of_words(path: Path, overrides: Sequence[str]) -> list[Fault]:
-    """Return a fault for each word that keeps a command from being composed, and for what others add for nobody."""
-    errors, config = wrong_words(composer(path), path, overrides)
-    if not errors:
-        return []
-    faults = [fault_of_error(error, "unknown-key", "error") for error in errors]
-    named = {fault.setting for fault in faults}
-    return merged(faults, (fault for fault in added(config, overrides) if fault.setting not in named))
-
-
-def merged(faults: list[Fault], of_words: Iterable[Fault]) -> list[Fault]:
+def _merged(faults: list[Fault], of_words: Iterable[Fault]) -> list[Fault]:
     """Return the faults of the rules and of a command's words, errors first, one for one cause."""
-    named = {each.setting for each in faults}
-    own = [replace(each, problem=sentence(each.problem)) for each in of_words]
-    own = [each for each in own if each.name != "key-unread" or each.setting not in named]
-    wrong = [each.setting for each in own if each.severity == "error"]
-    names = {name for key in wrong for name in key.split(".")}
-    rest = [
-        fault for fault in faults
-        if not any(f"unexpected keyword argument '{name}'" in fault.problem for name in names)
-        and not (fault.name == "setting-ignored" and any(f"{key}.".startswith(f"{fault.setting}.") for key in wrong))
-    ]  # fmt: skip
-    return sorted([*rest, *own], key=lambda fault: SEVERITIES.index(fault.severity or "error"))
+    named, own = {each.setting for each in faults}, list(of_words)
+    wrong = [f"{each.setting}." for each in own if each.severity == "error"]
+    refused = [f"{each.setting}." for each in faults if each.name == "verl-refuses"]
+    told = [each for each in own if each.name != "key-unread" or each.setting not in named]
+    for fault in faults:
+        same = {"verl-refuses": wrong, "setting-ignored": wrong + refused}.get(fault.name, [])
+        if not any(key.startswith(f"{fault.setting}.") for key in same):
+            told.append(fault)
+    return sorted((replace(each, problem=sentence(each.problem)) for each in told), key=lambda each: each.rank)
 
 
-def check_recipe(path: Path, overrides: Sequence[str], meant: Meant = HERE, typed: Sequence[str] = ()) -> RecipeReport:
-    """Compose a recipe as verl would, and ask every rule; `typed` is the command of which path and overrides were read.
+def _with_hint(fault: Fault, config: DictConfig) -> Fault:
+    """Return the refusal of a name that a class of verl's does not take with the name that may be meant."""
+    if "unexpected keyword argument" not in fault.problem or OmegaConf.is_dict(OmegaConf.select(config, fault.setting)):
+        return fault
+    every = {*keys_of(OmegaConf.to_container(config, resolve=False))} - {fault.setting}
+    return replace(fault, remedy=unknown(fault.setting, str(fault.value), every).remedy)
+
+
+def check_recipe(path: Path, overrides: Sequence[str], meant: Meant = HERE) -> RecipeReport:
+    """Compose a recipe as verl would, and ask every rule.
 
     What is wrong with this machine (data, memory) is an error in a run and a warning here, or, where the run is for
     another machine, something that could not be looked at: a recipe is often checked elsewhere than it runs.
     """
     config = compose_recipe(path, overrides)
-    not_carried_over = fit_to_engine(config)
+    fit_to_engine(config)
     try:
         name_the_run(config)
         here = gpus_here() if config.trainer.device == "cuda" else ()
         gpus = here if meant.gpu is None else (require_known_gpu(meant.gpu),)
         environment = probe_environment(config, gpus, why_elsewhere(config, meant, here), meant.model_config)
-        faults = find_faults(config, environment, this_machine=False)
-        faults += [fault_of_error(note, "not-carried-over", "warning") for note in not_carried_over]
-        faults = merged(faults, added(config, overrides))
-        folder = config.trainer.default_local_dir if saves(config) else None
-        replaced = OmegaConf.to_container(OmegaConf.select(config, REPLACED, default=OmegaConf.create([])))
+        faults = [_with_hint(each, config) for each in find_faults(config, environment, this_machine=False)]
         words = winning_words(config)
-        way = None if OmegaConf.select(config, WIN) is False else way_out(words, path, overrides, typed)
-        rows = list(dtype_table(config, environment.model))
-        return RecipeReport(rows, faults, folder, training_table(config, words), words, replaced, way)
+        meant_to_win = OmegaConf.select(config, WIN) is False
+        contradicting = dict.fromkeys(each.word for each in words if each.contradicts and not meant_to_win)
+        return RecipeReport(
+            rows=list(dtype_table(config)),
+            faults=_merged(faults, added(config, overrides)),
+            folder=config.trainer.default_local_dir if saves(config) else None,
+            training=training_table(config, words),
+            words=words,
+            replaced=OmegaConf.to_container(OmegaConf.select(config, REPLACED, default=OmegaConf.create([]))),
+            leave_out=list(contradicting),
+        )
     except OmegaConfBaseException as error:
         raise unresolved(error, path) from error
 
 
 def why_elsewhere(config: DictConfig, meant: Meant, here: Sequence[str]) -> str:
-    """Return why a run is taken to be for another machine than this one; empty if it is for this one.
+    """Return why a run is taken to be for another machine than this one, with these GPUs; empty if it is for this one.
 
-    `here` are the names of this machine's GPUs. A run on a CPU is for any machine, and so for this one.
+    A run on a CPU is for any machine, and so for this one.
     """
-    if meant.elsewhere is not None:
+    if meant.elsewhere is not None or config.trainer.device == "cpu":
         return "--elsewhere" if meant.elsewhere else ""
-    if config.trainer.device == "cpu":
-        return ""
     if meant.gpu is not None:
         return f"--gpu {meant.gpu}"
     if not here:

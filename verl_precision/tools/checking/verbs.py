@@ -1,18 +1,28 @@
-"""The verb `check`: is this run, this checkpoint, this machine, this cluster fit?"""
+"""The verb `check`: is this run, this checkpoint, this machine, this cluster fit? And what a terminal shows of it."""
 
 import atexit
 import gc
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shlex
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+from rich.console import Console
+from rich.text import Text
 from typer import Argument, BadParameter, Exit, Option
 
-from verl_precision.base.errors import VerlPrecisionError
-from verl_precision.base.terminal import paragraph
+from verl_precision.base.errors import VerlPrecisionError, describe, subject
+from verl_precision.base.terminal import paragraph, terminal_table
 from verl_precision.cli.verb import console, errors, silence_third_party, verb
+
+if TYPE_CHECKING:  # some import torch, and the first findings are shown before that
+    from verl_precision.tools.checking.installation import Finding
+    from verl_precision.tools.checking.recipe_config import RecipeReport
+
+WORST = 12  # tensors and modules that are shown
+MARKS = {"error": ("ERROR ", "red"), "warning": ("warn  ", "yellow"), "unchecked": ("not checked ", "cyan")}
 
 
 @verb(context_settings={"ignore_unknown_options": True})
@@ -35,7 +45,6 @@ def check(
     ] = None,
     model: Annotated[Path | None, Option(help="Checkpoint to audit for FP16: a folder or a .safetensors file.")] = None,
     activations: Annotated[bool, Option(help="With --model: also run prompts forward and backward.")] = False,
-    loss_scale: Annotated[float, Option(min=1, help="With --activations: factor on the gradients.")] = 65536,
     cluster: Annotated[
         str | None, Option(help="A running Ray, host:port or auto: check that every node is ready for the recipe.")
     ] = None,
@@ -44,7 +53,6 @@ def check(
         Option(help="With --cluster: file or folder that every node must see. Repeat the option for several."),
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
-    verbose: Annotated[bool, Option("--verbose", "-v", help="Without a config: print all that was looked at.")] = False,
 ) -> None:
     """Say what will run in which dtype, what is wrong, and what to do.
 
@@ -62,31 +70,22 @@ def check(
         raise BadParameter("--cluster works with or without a recipe, not with --model or --json. Leave those out.")
     if path and cluster is None:
         raise BadParameter("--path is for the nodes of a cluster. Give --cluster ADDRESS too.")
-    of_run = {"--gpu": gpu, "--elsewhere or --here": elsewhere, "--model-config": model_config}
-    if config is None and (given := [name for name, value in of_run.items() if value is not None]):
-        raise BadParameter(f"{given[0]} is about a run. Give a recipe, overrides or a command too.")
+    about_run = (gpu, elsewhere, model_config)
+    if config is None and any(each is not None for each in about_run):
+        raise BadParameter("--gpu, --elsewhere and --model-config are about a run. Give a recipe or a command too.")
     ok, words = True, [] if config is None else [config, *(overrides or [])]
-    with silence_third_party(), _without_collections():
+    gc.disable()  # imports make millions of objects that stay: collecting is a quarter of a check's time,
+    atexit.register(gc.freeze)  # also at the end of the process
+    with silence_third_party():
         if model is not None:
-            ok = _check_model(model, activations, loss_scale, as_json)
+            ok = _check_model(model, activations, as_json)
         elif words:
-            ok = _check_recipe(words, (gpu, elsewhere, model_config), as_json)
+            ok = _check_recipe(words, about_run, as_json)
         elif cluster is None:
-            ok = _check_installation(as_json, verbose)
+            ok = _check_installation(as_json)
         if cluster is not None:
-            ok = _check_cluster(cluster, words, path or []) and ok
+            ok = _check_cluster(cluster, words, [str(each) for each in path or []]) and ok
     raise Exit(0 if ok else 1)
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Collect no garbage meanwhile: imports make millions of objects that stay, a quarter of a check's time."""
-    gc.disable()
-    atexit.register(gc.freeze)  # nor at the end of the process
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _check_recipe(words: list[str], meant: tuple[str | None, bool | None, Path | None], as_json: bool) -> bool:
@@ -94,11 +93,13 @@ def _check_recipe(words: list[str], meant: tuple[str | None, bool | None, Path |
 
     try:
         require_verl("a check of a config")
-        from verl_precision.tools.checking.command import read_command
+        from verl_precision.check.rules.rule import fault_of_error
+        from verl_precision.tools.checking.composing import read_command
         from verl_precision.tools.checking.recipe_config import Meant, check_command
-        from verl_precision.tools.checking.show import show_recipe
 
-        report = check_command(read_command(words), Meant(*meant), typed=words)
+        gone: list = []
+        report = check_command(*read_command(words, gone), Meant(*meant))
+        report.faults[:0] = [fault_of_error(error, "main-gone", "error") for error in gone]
     except VerlPrecisionError as error:
         if not as_json:
             raise
@@ -113,52 +114,101 @@ def _check_recipe(words: list[str], meant: tuple[str | None, bool | None, Path |
     return report.ok
 
 
-def _check_model(model: Path, activations: bool, loss_scale: float, as_json: bool) -> bool:
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+def show_recipe(report: "RecipeReport", to: Console) -> None:
+    """Print what runs in which dtype, what is trained, faults with remedies, the folder of checkpoints, the verdict."""
+    for rows, columns in ((report.rows, ("what", "dtype")), (report.training, ("trained", "value"))):
+        if rows:
+            to.print(terminal_table((*columns, "decided by"), rows, words=3))
+    for each in report.replaced:
+        _print(f"presets=win: {each['word']} is replaced by {each['value']}, of {each['preset']}", to)
+    for fault in report.faults:
+        word, colour = MARKS[fault.severity or "error"]
+        title = f"{fault.name}: {subject(fault.setting, fault.value)}"
+        to.print(Text(word, colour), Text(title, "bold"), sep="", soft_wrap=True)
+        for line in (fault.problem, describe("", allowed=fault.allowed, remedy=fault.remedy)):
+            _print(paragraph(line, to, "      "), to)
+    if report.folder is not None:
+        _print(f"checkpoints in {report.folder}", to)
+    counts = report.counts
+    _print(f"{counts['error']} error(s), {counts['warning']} warning(s), {counts['unchecked']} not checked", to)
+    if report.leave_out:
+        _print(f"For what the presets say, leave out: {shlex.join(report.leave_out)}", to)
+        _print("Or add +presets=win to the command as it is.", to)
 
-    from verl_precision.tools.checking.activations import measure_activations
-    from verl_precision.tools.checking.checkpoint import audit_checkpoint
-    from verl_precision.tools.checking.show import show_activations, show_checkpoint
 
-    with Progress("auditing", BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=errors) as progress:
-        task = progress.add_task("", total=None)
-        weights = audit_checkpoint(model, lambda done, total: progress.update(task, completed=done, total=total))
-    measured = measure_activations(model, loss_scale=loss_scale) if activations else None
+def _print(line: str, to: Console = console, style: str = "") -> None:
+    if line:
+        to.print(Text(line, style), soft_wrap=True)
+
+
+def _check_model(model: Path, activations: bool, as_json: bool) -> bool:
+    from rich.progress import track
+
+    from verl_precision.tools.checking.checkpoint import LOSS_SCALE, audit_checkpoint, measure_activations
+
+    weights = audit_checkpoint(model, lambda tensors: track(tensors, "auditing", console=errors))
+    measured = measure_activations(model) if activations else None
     ok = weights.ok and (measured is None or measured.ok)
     if as_json:
-        content = {"ok": ok, "weights": weights.as_dict(), "activations": measured and measured.as_dict()}
-        print(json.dumps(content, indent=2))
-    else:
-        show_checkpoint(weights, console)
-        if measured is not None:
-            show_activations(measured, console)
+        found = {"weights": weights, "activations": measured}
+        told = {name: each and {**asdict(each), "ok": each.ok, "verdict": each.verdict} for name, each in found.items()}
+        print(json.dumps({"ok": ok, **told}, indent=2, default=str))
+        return ok
+    rows = []
+    for t in weights.tensors[:WORST]:
+        counts = (str(t.overflows), str(t.not_finite), f"{t.subnormal:.2%}", f"{t.flushed:.2%}")
+        rows.append((t.name, t.dtype, f"{t.largest:.4g}", *counts))
+    columns = ("tensor", "stored", "max |w|", "overflow", "inf, NaN", "subnormal", "to zero")
+    console.print(terminal_table(columns, rows, words=2))
+    if len(weights.tensors) > WORST:
+        _print(f"the {WORST} worst of {len(weights.tensors)} tensors; --json has all")
+    if weights.skipped:
+        _print(f"{len(weights.skipped)} tensor(s) were skipped: they are not floats of at least 16 bits")
+    _print(f"weights: {weights.verdict}", style="green" if weights.ok else "red")
+    if measured is not None:
+        worst = [
+            (each.name or "(logits)", f"{each.activation:.4g}", f"{each.gradient * LOSS_SCALE:.4g}")
+            for each in measured.modules[:WORST]
+        ]
+        console.print(terminal_table(("module", "activation", f"gradient x {LOSS_SCALE:g}"), worst))
+        _print(f"activations: {measured.verdict}", style="green" if measured.ok else "red")
     return ok
 
 
-def _check_installation(as_json: bool, verbose: bool) -> bool:
+def _check_installation(as_json: bool) -> bool:
     from verl_precision.base.versions import installed_versions
     from verl_precision.tools.checking.installation import findings
-    from verl_precision.tools.checking.show import show_installation
 
     versions = installed_versions()
     if as_json:
         found = list(findings())
-        ok = all(finding.ok for finding in found)
-        print(json.dumps({"ok": ok, "versions": versions, "findings": [vars(each) for each in found]}, indent=2))
+        ok = all(each.ok for each in found)
+        print(json.dumps({"ok": ok, "versions": versions, "findings": [*map(vars, found)]}, indent=2))
         return ok
     named = "  ".join(f"{name}\u00a0{version}" for name, version in versions.items())  # a line ends between pairs
-    console.print(paragraph(named, console).replace("\u00a0", " "), highlight=False, soft_wrap=True)
-    return all(finding.ok for finding in show_installation(findings(), console, verbose))
+    _print(paragraph(named, console).replace("\u00a0", " "))
+    if wrong := _show_findings(findings()):
+        _print(f"{wrong} problem(s): see FAIL above", style="red")
+    else:
+        _print("installation: ready", style="green")
+    return not wrong
 
 
-def _check_cluster(address: str, words: list[str], paths: list[Path]) -> bool:
-    from verl_precision.tools.checking.cluster import Needs, compare_nodes, look_at_nodes, needs_of
-    from verl_precision.tools.checking.command import read_command
-    from verl_precision.tools.checking.composing import compose_recipe
-    from verl_precision.tools.checking.show import show_findings
+def _check_cluster(address: str, words: list[str], paths: list[str]) -> bool:
+    from verl_precision.tools.checking.composing import compose_recipe, read_command
+    from verl_precision.tools.checking.installation import Needs, compare_nodes, look_at_nodes, needs_of
 
-    given = [str(path) for path in paths]
-    needs = needs_of(compose_recipe(*read_command(words).accepted()), given) if words else Needs(paths=tuple(given))
-    found = list(compare_nodes(*look_at_nodes(address, needs.paths), needs))
-    show_findings(found, console)
-    return all(finding.ok for finding in found)
+    needs = needs_of(compose_recipe(*read_command(words)), paths) if words else Needs(paths=tuple(paths))
+    return not _show_findings(compare_nodes(*look_at_nodes(address, needs.paths), needs))
+
+
+def _show_findings(findings: Iterable["Finding"]) -> int:
+    """Print each finding, a line a finding, as soon as it is known; return how many are problems."""
+    wrong = 0
+    for finding in findings:
+        mark = Text("warn ", "yellow") if finding.warning else Text("ok   ", "green")
+        mark = mark if finding.ok else Text("FAIL ", "red")
+        said = paragraph(f"{finding.what}: {finding.detail}", console, " " * len(mark))[len(mark) :]
+        console.print(mark, Text(said), sep="", soft_wrap=True, highlight=False)
+        wrong += not finding.ok
+    return wrong

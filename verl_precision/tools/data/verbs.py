@@ -69,7 +69,7 @@ def tiny_model(
     folder: Annotated[Path, Argument(help="Folder to create.")],
 ) -> None:
     """Write a tiny random model with tokenizer: the model that `scale=cpu` trains."""
-    from verl_precision.base.tiny_model import build_tiny_model
+    from verl_precision.tools.tiny_model import build_tiny_model
 
     try:
         build_tiny_model(architecture, folder)

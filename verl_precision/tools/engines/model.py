@@ -87,7 +87,7 @@ def _has_gpu() -> bool:
 def model_location(model: str) -> str:
     """Return what vLLM and transformers load, of a model as in `find_model`: a folder, or the hub name as it is."""
     if model.startswith(TINY):
-        from verl_precision.base.tiny_model import cached_tiny_model
+        from verl_precision.tools.tiny_model import cached_tiny_model
 
         return str(cached_tiny_model(model.removeprefix(TINY)))
     folder = Path(model).expanduser()

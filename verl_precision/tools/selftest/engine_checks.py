@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from verl_precision.base.dtypes import long
 from verl_precision.base.errors import require
-from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.engine.loss_scaling import LossScaler, local_part
 from verl_precision.engine.settings import LossScaleSettings
 from verl_precision.tools.checking.installation import findings
 from verl_precision.tools.selftest.checks import NO_FSDP1, Figures, check
+from verl_precision.tools.tiny_model import cached_tiny_model
 
 _UPDATES, _SAVED_AFTER = 50, 25
 _GROWTH_INTERVAL, _FIRST_SCALE = 8, 1024.0

@@ -6,12 +6,12 @@ from typing import Any
 
 from verl_precision.base.errors import CheckFailedError, RunFailedError, require
 from verl_precision.base.overrides import quoted
-from verl_precision.base.tiny_model import write_problems
 from verl_precision.mismatch.metric_names import K3_KL
 from verl_precision.tools.runs.fork_server import workers_forked_on_cpu
 from verl_precision.tools.runs.launch import Progress, run_verl
 from verl_precision.tools.runs.read import Rows, read_metrics
 from verl_precision.tools.selftest.checks import NO_FSDP1, Figures, check
+from verl_precision.tools.tiny_model import write_problems
 
 RECIPE = Path(__file__).with_name("stack.yaml")
 _WORKER = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"

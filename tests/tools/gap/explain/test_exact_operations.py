@@ -5,8 +5,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import AutoModelForCausalLM
 
-from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.tools.gap.explain.exact_operations import first_unequal
+from verl_precision.tools.tiny_model import cached_tiny_model
 
 TOKENS, AT = 9, "model.layers.1."
 

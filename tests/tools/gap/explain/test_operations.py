@@ -9,9 +9,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
-from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.tools.engines.engine import Request
 from verl_precision.tools.gap.explain.operations import OperationComparer, compare, read_operations
+from verl_precision.tools.tiny_model import cached_tiny_model
 
 IDS = [5, 17, 80, 33, 91, 2, 64, 47, 12]
 

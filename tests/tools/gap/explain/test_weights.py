@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.tiny_model import cached_tiny_model
 from verl_precision.tools.engines.model import load_tokenizer
 from verl_precision.tools.gap.explain.weights import adapter_fingerprint, different_weights, merged_copy
+from verl_precision.tools.tiny_model import cached_tiny_model
 
 
 @pytest.mark.parametrize(("change", "said"), [

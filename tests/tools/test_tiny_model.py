@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl_precision.base import tiny_model
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.tiny_model import ARCHITECTURES, VOCABULARY, build_tiny_model, cached_tiny_model
+from verl_precision.tools import tiny_model
+from verl_precision.tools.tiny_model import ARCHITECTURES, VOCABULARY, build_tiny_model, cached_tiny_model
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
