@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from contextlib import suppress
 from functools import partial
 from unittest.mock import Mock
 
-import forked
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -47,27 +45,20 @@ def type_in(root, tmp_path, monkeypatch):
     ("check --cluster auto --json", 2, "not with --model or --json"),
     ("check --path data", 2, "Give --cluster ADDRESS too"),
     ("compare nowhere.yaml --output OUT", 1, "nowhere.yaml: there is no such recipe"),
-    ("compare recipes/quickstart --output OUT", 1, "is a folder, not a recipe"),
-    ("compare recipes/quickstart/quickstart.yaml trainer.save_freq = 1 --output OUT", 1, "Write trainer.save_freq=1."),
     ("compare recipes/quickstart/quickstart.yaml --estimtor grpo --output OUT", 1, "--estimtor grpo: there is no such"),
     ("compare setup.py -p fp61 --output OUT", 1, "--precision fp61: there is no such preset. Allowed: bf16, bf16_"),
-    ("compare setup.py -p fp16 -p fp16 --output OUT", 1, "Allowed: each preset once"),
-    ("compare recipes/quickstart/quickstart.yaml --seed 1 --output OUT", 1, "has no top-level key `seed`"),
-    ("compare recipes/quickstart/quickstart.yaml --arm all --output OUT", 1, "quickstart.yaml has no arms"),
-    ("compare recipes/quickstart/quickstart.yaml --arm x -p bf16 --output OUT", 1, "--estimator, not both"),
-    ("compare recipes/quickstart/quickstart.yaml -e gpro --output OUT", 1, "--estimator gpro: there is no such"),
     ("report OUT/nowhere --output OUT", 1, "there is no such file or folder"),
     ("report RUN --output OUT/report.html", 1, "is not a folder"),
     ("watch OUT/nowhere", 1, "there is no such file or folder"),
-    ("watch RUN RUN --once", 1, "it is given twice"),
     ("watch RUN --expected recipes/sanity/expected.csv", 2, "give both, or neither"),
     ("watch RUN --host 203.0.113.1", 1, "this address cannot be taken"),
     ("recipes", 1, "FOLDER='recipes': it exists; nothing was written"),
     ("patch", 2, "give --list, or one of"),
-    ("patch --list tree", 2, "give --list, or one of"),
-    ("patch --apply --check tree", 2, "give --list, or one of"),
     ("patch --check OUT", 1, "unknown tree"),
     ("tiny-model gpt9 OUT", 1, "Allowed: qwen3"),
+    ("report RUN --output RUN/x", 1, "error: "),
+    ("tiny-model qwen3 RUN/x", 1, "error: "),
+    ("data aime_2024 --synthetic --output RUN", 1, "error: "),
 ])  # fmt: skip
 def test_refused_by_name_before_anything_starts(type_in, tmp_path, command, code, words):
     found, output = type_in(*command.split())
@@ -95,13 +86,6 @@ def test_check_passes_here_and_speaks_json(run_python):
     assert content["versions"]["verl-precision"] == __version__ and content["ok"] is True
     assert all(finding["ok"] for finding in content["findings"])
     assert any("platform cpu" in finding["detail"] for finding in content["findings"])
-
-
-def test_check_says_what_is_wrong_and_exits_1(tmp_path):
-    script = "from verl_precision.cli import app; app(['check'])"
-    done = forked.run(script, tmp_path, VERL_USE_EXTERNAL_PLUGINS="none")
-    assert done.returncode == 1
-    assert "FAIL" in done.stdout and "VERL_USE_EXTERNAL_PLUGINS='none' excludes it" in done.stdout
 
 
 def test_errors_of_others_are_shown_and_nothing_stays_hidden(caplog):
@@ -145,15 +129,12 @@ def test_what_a_verb_needs_is_named_before_it_does_anything(type_in, monkeypatch
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("override", "words"), [
-    ("actor_rollout_ref.rolout.dtype=half", "Did you mean actor_rollout_ref.rollout.dtype?"),
-    ("trainer.total_training_steps=1", "verl ended with exit code 1"),
-])  # fmt: skip
-def test_a_comparison_says_in_our_words_that_its_runs_do_not_compose(type_in, monkeypatch, override, words):
+def test_a_comparison_says_in_our_words_that_its_runs_do_not_compose(type_in, monkeypatch):
     failed = Mock(side_effect=RunFailedError("verl ended with exit code 1"))
     monkeypatch.setattr("verl_precision.tools.runs.compare.run.compare_runs", failed)
+    override = "actor_rollout_ref.rolout.dtype=half"
     code, output = type_in("compare", "recipes/quickstart/quickstart.yaml", override, "--output", "OUT")
-    assert code == 1 and words in output
+    assert code == 1 and "Did you mean actor_rollout_ref.rollout.dtype?" in output
 
 
 @pytest.mark.parametrize("verb", typer.main.get_command(app).commands)
@@ -165,30 +146,19 @@ def test_at_80_columns_help_has_every_option_whole(verb):
     assert options <= set(re.findall(r"(?<![\w-])-[\w-]+", done.output))
 
 
-def test_tiny_model_writes_once_and_never_over(type_in, tmp_path):
-    assert type_in("tiny-model", "qwen3", "OUT")[0] == 0
-    assert (tmp_path / "out" / "config.json").is_file()
+def test_a_tiny_model_is_written_once_and_ctrl_c_says_what_the_verb_says_of_it(type_in, tmp_path, monkeypatch):
+    assert type_in("tiny-model", "qwen3", "OUT")[0] == 0 and (tmp_path / "out" / "config.json").is_file()
     code, output = type_in("tiny-model", "qwen3", "OUT")
     assert code == 1 and "nothing was written" in output
-
-
-@pytest.mark.parametrize(("said", "shown"), [("", "interrupted"), ("all is in out", "interrupted; all is in out")])
-def test_ctrl_c_says_what_the_verb_says_of_it(type_in, monkeypatch, said, shown):
-    interrupted = Mock(side_effect=KeyboardInterrupt(said))
+    interrupted = Mock(side_effect=KeyboardInterrupt("all is in out"))
     monkeypatch.setattr("verl_precision.tools.tiny_model.build_tiny_model", interrupted)
-    assert type_in("tiny-model", "qwen3", "OUT") == (130, shown)
-
-
-GAP = "verl_precision.tools.gap"
+    assert type_in("tiny-model", "qwen3", "OUT") == (130, "interrupted; all is in out")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(("command", "work"), [
     ("compare recipes/quickstart/quickstart.yaml", "verl_precision.tools.runs.compare.run.compare_runs"),
-    ("mismatch --model m", f"{GAP}.pairs.session.measure_mismatch"),
-    ("explain --model m", f"{GAP}.explain.session.explain"),
-    ("sanity-set x.jsonl --model m", "verl_precision.tools.sanity_set.session.build_sanity_set"),
-    ("evaluate m --data x.jsonl --context 8 --dtype fp16", "verl_precision.tools.evaluate.session.evaluate"),
+    ("mismatch --model m", "verl_precision.tools.gap.pairs.session.measure_mismatch"),
 ])  # fmt: skip
 def test_a_signal_ends_a_verb_as_ctrl_c_does_and_another_does_not_break_its_cleaning(
     type_in, monkeypatch, request, number, command, work
@@ -214,37 +184,23 @@ def test_a_signal_ends_a_verb_as_ctrl_c_does_and_another_does_not_break_its_clea
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN, "nor when the process ends"
 
 
-def test_a_signal_that_is_ignored_stays_so(type_in, monkeypatch):
-    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+def test_a_signal_that_is_ignored_stays_so(type_in, monkeypatch, request):
+    request.addfinalizer(partial(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_IGN)))  # nohup
     hang_up = Mock(side_effect=lambda *_: os.kill(os.getpid(), signal.SIGHUP))
     monkeypatch.setattr("verl_precision.tools.tiny_model.build_tiny_model", hang_up)
-    try:
-        assert type_in("tiny-model", "qwen3", "OUT")[0] == 0
-    finally:
-        signal.signal(signal.SIGHUP, former)
+    assert type_in("tiny-model", "qwen3", "OUT")[0] == 0
 
 
 @pytest.mark.parametrize(("error", "words"), [
     (OSError(errno.ENOSPC, "No space left on device", "/data/x"), "/data/x: No space left on device. Free some space"),
     (PermissionError(errno.EACCES, "Permission denied", "/x"), "/x: Permission denied. Name a place where you may do"),
-    (OSError(errno.EXDEV, "Invalid cross-device link", "a", None, "b"), "a -> b: Invalid cross-device link."),
     (OSError(errno.ENOSPC, "No space left on device"), "the output: No space left on device. Free"),
     (OSError("the hub says nothing"), "the hub says nothing"),
-    (shutil.Error([("a", "b", "it is full"), ("c", "d", "it is full")]), "it is full"),
 ])  # fmt: skip
 def test_what_the_system_refuses_is_said_in_words_once(type_in, monkeypatch, error, words):
     monkeypatch.setattr("verl_precision.tools.tiny_model.build_tiny_model", Mock(side_effect=error))
     code, output = type_in("tiny-model", "qwen3", "OUT")
     assert code == 1 and output.startswith(f"error: {words}") and output.count("error") == 1
-
-
-@pytest.mark.parametrize("command", [
-    "report RUN/x/report.html --output OUT", "report RUN --output RUN/x", "tiny-model qwen3 RUN/x",
-    "data aime_2024 --synthetic --output RUN", "recipes RUN", "compare recipes/quickstart/quickstart.yaml --output RUN",
-])  # fmt: skip
-def test_a_file_where_a_folder_is_meant_is_said_in_words(type_in, command):
-    code, output = type_in(*command.split())
-    assert code == 1 and output.startswith("error: ")
 
 
 @pytest.mark.parametrize("closed", [False, True])

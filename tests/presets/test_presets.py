@@ -106,11 +106,6 @@ def test_the_manifest_is_sent_only_to_who_reads_it(override):
     assert config.actor_rollout_ref.actor.fsdp_config.send_weight_manifest is (override not in UNREAD)
 
 
-def test_unknown_preset_lists_the_allowed():
-    with pytest.raises(Exception, match="(?s)precision/fp61.*bf16.*fp16.*fp32"):
-        compose_verl("+precision=fp61")
-
-
 @pytest.mark.parametrize("name", preset_names("estimator"))
 def test_estimator_is_valid_and_has_its_loss(name):
     config = estimator(name)
@@ -145,12 +140,9 @@ def test_settings_of_the_papers():
 
 @pytest.mark.parametrize("name", ["grpo_unclipped", "ratio_one"])
 def test_interventions_differ_from_grpo_in_the_loss_only(name):
-    grpo, other = estimator("grpo"), estimator(name)
-    assert other.actor_rollout_ref.actor.policy_loss.loss_mode == f"vp_{name}"
-    for config in (grpo, other):
-        config.actor_rollout_ref.actor.policy_loss.loss_mode = "-"
-        config.actor_rollout_ref.actor.clip_ratio_low = config.actor_rollout_ref.actor.clip_ratio_high = 0
-    assert other == grpo
+    changed = differing(estimator("grpo"), estimator(name), resolve=False)
+    assert {key.rpartition(".")[2] for key in changed} <= {"loss_mode", "clip_ratio_low", "clip_ratio_high"}
+    assert estimator(name).actor_rollout_ref.actor.policy_loss.loss_mode == f"vp_{name}"
 
 
 @pytest.mark.parametrize("name", sorted(set(preset_names("estimator")) - {"dapo"}))
@@ -193,18 +185,15 @@ def test_one_gpu_runs_the_tiny_model_with_the_settings_of_gpus():
     assert "qwen3_rough" in rough.actor_rollout_ref.model.path
 
 
-def test_scale_cpu_gives_driver_and_workers_one_environment():
-    config = compose_verl("+scale=cpu", FP16, return_hydra_config=True)
-    environment = config.ray_kwargs.ray_init.runtime_env.env_vars
-    assert environment.VERL_PLATFORM == "cpu" and config.hydra.job.env_set == environment
-
-
 def test_two_cpu_nodes_are_scale_cpu_in_a_cluster():
     one, two = compose_verl("+scale=cpu"), compose_verl("+scale=cpu_2nodes")
+    hydra = compose_verl("+scale=cpu", return_hydra_config=True).hydra
     assert (two.trainer.nnodes, two.trainer.n_gpus_per_node) == (2, 1)
     ray = two.ray_kwargs.ray_init
     assert (ray.address, ray.num_cpus, ray.num_gpus) == ("auto", None, None), "a running cluster has its own numbers"
     assert ray.runtime_env.env_vars == one.ray_kwargs.ray_init.runtime_env.env_vars
+    assert ray.runtime_env.env_vars == hydra.job.env_set, "of driver and workers"
+    assert ray.runtime_env.env_vars.VERL_PLATFORM == "cpu"
     two.trainer.nnodes, two.ray_kwargs = 1, one.ray_kwargs
     assert one == two
 

@@ -33,23 +33,13 @@ _SHORT = {
 
 
 def short(value: object) -> str:
-    """Return bf16, fp16 or fp32 for any spelling of them; any other value as it is, in lower case.
-
-    Example:
-        >>> short("bfloat16"), short("half"), short("auto")
-        ('bf16', 'fp16', 'auto')
-    """
+    """Return bf16, fp16 or fp32 for any spelling of them; any other value as it is, in lower case."""
     text = str(value).lower()
     return _SHORT.get(text, text)
 
 
 def long(value: object) -> str:
-    """Return torch's name of a dtype, which verl and vLLM take too, for any spelling of it.
-
-    Example:
-        >>> long("fp16")
-        'float16'
-    """
+    """Return torch's name of a dtype, which verl and vLLM take too, for any spelling of it."""
     return DTYPES[short(value)].torch
 
 

@@ -7,12 +7,7 @@ from contextlib import contextmanager
 
 
 def describe(problem: str, setting: str = "", value: object = None, allowed: str = "", remedy: str = "") -> str:
-    """Return the one text that errors and findings of `check` have for a user; fields as in `VerlPrecisionError`.
-
-    Example:
-        >>> describe("the ratio is clipped below 1 - x", "x", 2, "a number in (0, 1]", "Set 0.2.")
-        'x=2: the ratio is clipped below 1 - x. Allowed: a number in (0, 1]. Set 0.2.'
-    """
+    """Return the one text that errors and findings of `check` have for a user; fields as in `VerlPrecisionError`."""
     head = ": ".join(filter(None, (subject(setting, value), problem)))
     parts = [part for part in (head, allowed and f"Allowed: {allowed}", remedy) if part]
     if parts == [head]:

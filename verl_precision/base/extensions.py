@@ -24,7 +24,7 @@ _OFF = (None, False, 0, "", "none")
 
 
 @functools.cache
-def _all_installed() -> metadata.EntryPoints:
+def _all_installed() -> Any:
     return metadata.entry_points()  # reads every distribution: once a process
 
 

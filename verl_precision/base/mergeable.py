@@ -2,15 +2,7 @@
 
 The mean of the maxima of micro-batches is not the maximum, and the mean of their effective sample sizes is not the
 effective sample size. So a statistic holds parts that merge without loss, and a formula that is applied once, after
-the last merge. A new kind of statistic is a dataclass whose fields say how they merge:
-
-    @dataclass(frozen=True)
-    class Mean(Statistic):
-        total: Tensor = added()
-        number: Tensor = added()
-
-        def value(self) -> float:
-            return (self.total / self.number).item()
+the last merge. A new kind of statistic is a dataclass whose fields say how they merge, as `Mean` below.
 """
 
 import dataclasses

@@ -98,10 +98,9 @@ _REMEDIES |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Name a pla
 def _words_of(error: OSError) -> str:
     """Return what the system has refused, of which file, and what to do; some libraries' errors have words alone."""
     if error.errno is None:
-        first = error.args[0] if error.args else ""  # of shutil: of each file its source, its place, and why
-        return str(first[0][-1] if isinstance(first, list) else error) or type(error).__name__
-    names = " -> ".join(dict.fromkeys(str(name) for name in (error.filename, error.filename2) if name is not None))
-    return f"{names or 'the output'}: {sentence(error.strerror or '')} {_REMEDIES.get(error.errno, '')}".rstrip()
+        return str(error) or type(error).__name__
+    words = f"{error.filename or 'the output'}: {sentence(error.strerror or '')}"
+    return f"{words} {_REMEDIES.get(error.errno, '')}".rstrip()
 
 
 _LOOK = {"pretty_exceptions_enable": False, "rich_markup_mode": None}  # rich's help cuts names of options at 80 columns

@@ -2,11 +2,10 @@
 
 import pytest
 
-from verl_precision.tools.checking.installation import Needs, Node, compare_nodes, look_here, needs_of
+from verl_precision.tools.checking.installation import Node, compare_nodes, look_here, needs_of
 
 VERSIONS = {"python": "3.11.9", "verl": "0.9.1", "torch": "2.13.0", "verl-precision": "0.1.0"}
 DRIVER = Node("driver", versions=VERSIONS, plugin_loaded=True, sizes={"data/x.parquet": 10, "models/m": -1})
-NEEDS = Needs(2, 8, ("data/x.parquet", "models/m"))
 
 
 def node(name: str = "a", **changes) -> Node:
@@ -14,12 +13,12 @@ def node(name: str = "a", **changes) -> Node:
     return Node(name, **{**said, **changes})
 
 
-def failures(*nodes: Node, needs: Needs = NEEDS, driver: Node = DRIVER) -> dict[str, str]:
-    return {finding.what: finding.detail for finding in compare_nodes(nodes, driver, needs) if not finding.ok}
+def failures(*nodes: Node, driver: Node = DRIVER) -> dict[str, str]:
+    return {finding.what: finding.detail for finding in compare_nodes(nodes, driver, 2, 8) if not finding.ok}
 
 
 def test_equal_nodes_pass_and_each_thing_is_said():
-    findings = list(compare_nodes([node("a"), node("b")], DRIVER, NEEDS))
+    findings = list(compare_nodes([node("a"), node("b")], DRIVER, 2, 8))
     assert all(finding.ok for finding in findings)
     assert [finding.what for finding in findings] == [
         "nodes with GPUs",
@@ -43,24 +42,24 @@ def test_a_head_without_gpus_does_not_count_and_does_not_harm():
     ({"failure": "ModuleNotFoundError: x"}, "b: answer", "ModuleNotFoundError"),
 ])  # fmt: skip
 def test_one_node_that_differs_is_one_finding(changes, what, words):
-    found = failures(node("a"), node("b", **changes), needs=Needs(2, 8, NEEDS.paths))
+    found = failures(node("a"), node("b", **changes))
     assert list(found) == [what] and words in found[what]
 
 
 def test_what_the_driver_lacks_is_no_fault_of_a_node():
     driver = Node("driver", versions=VERSIONS, sizes={"data/x.parquet": None})
-    found = failures(node(), driver=driver, needs=Needs(paths=("data/x.parquet",)))
+    found = failures(node("a"), node("b"), driver=driver)
     assert "not on the driver either" in found["a: data/x.parquet"]
 
 
 def test_needs_of_a_recipe(compose_recipe, root, monkeypatch):
     monkeypatch.chdir(root)
-    files = ("data/moe/dapo_math_17k.parquet", "data/moe/aime_2024.parquet", "checkpoints")
-    assert needs_of(compose_recipe("recipes/moe/moe.yaml"), ["checkpoints"]) == Needs(8, 8, files)
-    needs = needs_of(compose_recipe("recipes/moe/moe.yaml", "scale=cpu_2nodes"), [])
-    stand_in = ("recipes/data/stand_in.jsonl", "recipes/data/stand_in_reward.py")
-    assert (needs.nodes, needs.gpus_per_node, needs.paths[:2]) == (2, 1, stand_in), "each file once"
-    assert "qwen3_moe" in needs.paths[2], "the tiny model's folder"
+    files = ["data/moe/dapo_math_17k.parquet", "data/moe/aime_2024.parquet", "checkpoints"]
+    assert needs_of(compose_recipe("recipes/moe/moe.yaml"), ["checkpoints"]) == (8, 8, files)
+    nodes, gpus, paths = needs_of(compose_recipe("recipes/moe/moe.yaml", "scale=cpu_2nodes"), [])
+    stand_in = ["recipes/data/stand_in.jsonl", "recipes/data/stand_in_reward.py"]
+    assert (nodes, gpus, paths[:2]) == (2, 1, stand_in), "each file once"
+    assert "qwen3_moe" in paths[2], "the tiny model's folder"
 
 
 def test_the_probe_looks_at_this_machine(tmp_path):

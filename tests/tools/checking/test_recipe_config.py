@@ -8,13 +8,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from verl_precision.base.dtypes import short
 from verl_precision.check.preflight import PreflightCallback
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
 from verl_precision.cli import app
 from verl_precision.presets import preset_names
-from verl_precision.tools.checking.composing import read_command
 from verl_precision.tools.checking.recipe_config import RecipeReport, check_recipe
 from verl_precision.tools.checking.tables import dtype_table
 from verl_precision.tools.checking.verbs import show_recipe
@@ -40,18 +38,12 @@ def errors(config) -> list[str]:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_every_precision_passes_on_verls_own_config(compose_verl, precision):
-    """Estimators: tests/presets/test_presets.py. Both on a recipe: tests/recipes/test_recipes.py."""
-    overrides = [f"+precision={precision}", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm"]
-    assert errors(compose_verl(*overrides, return_hydra_config=True)) == []
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
 def test_table_says_what_the_preset_says(precision, compose_recipe):
     config = compose_recipe(RECIPE, f"precision={precision}", "critic.enable=True")
     rows = {row.what: row.value for row in dtype_table(config)}
     train, _, rollout = precision.partition("_train_")
     rollout = rollout.removesuffix("_rollout") or train
+    assert errors(compose_recipe(RECIPE, f"precision={precision}", return_hydra_config=True)) == []
     assert rows["actor forward"] == rows["critic forward"] == train
     assert rows["actor master weights, Adam"] == rows["actor gradient reduction"] == "fp32"
     assert rows["rollout"] == rollout and rows["weights to the rollout"] == "fp32"
@@ -98,22 +90,15 @@ def test_terminal_shows_table_finding_and_remedy():
     (f"{RECIPE} precision=fp16 precision=bf16", "write PRECISION=bf16 before its name"),
     (f"{RECIPE} precision=16", "does not compose. Config group override must be a string"),
     (f"{RECIPE} actor_rollout_ref.rolout.dtype=half", "Did you mean actor_rollout_ref.rollout.dtype?"),
-    (f"{RECIPE} max_num_batched_tokens=1", "Did you mean actor_rollout_ref.rollout.max_num_batched_tokens"),
     (f"{RECIPE} {TOKENS}=banana", f"{TOKENS}='banana': verl has a number or a switch"),
-    (f"{RECIPE} data.train_batch_size=[8]", "data.train_batch_size=[8]: verl has a number or a switch"),
     (f"{RECIPE} actor_rollout_ref.rollout.n=1.5", "rollout.n=1.5: verl has a whole number"),
     (f"{RECIPE} actor_rollout_ref.actor.policy_loss=3", "actor.policy_loss=3: verl has a block of settings"),
     (f"{RECIPE} trainer.default_local_dir=null", "Set trainer.default_local_dir."),
-    (f"{RECIPE} data.train_batch_size=null", "Set data.train_batch_size."),
-    (f"{RECIPE} --precision fp16", "--precision fp16: there is no such option"),
     (f"{RECIPE} --precision=fp16", "Write precision=fp16."),
     (f"{RECIPE} precision = fp16", "`precision` is not an override"),
-    (f"{RECIPE} precision= fp16", "Write precision=fp16."),
     (f"{RECIPE} data.train_files={{a", "Hydra cannot read `data.train_files={a`"),
     (f"{RECIPE} --gpu B2000", "--gpu B2000: no GPU of this name is known"),
     (f"{RECIPE} actor_rollout_ref.model.path=/no/model", "ERROR model-missing: actor_rollout_ref.model.path='/no"),
-    (f"{RECIPE} estimater=grpo", "Did you mean estimator?"),
-    (f"{RECIPE} router_replay=on", "use +router_replay=on"),
     (f"{RECIPE} ~trainer.save_frq", "Did you mean trainer.save_freq?"),
     (f"{RECIPE} actor_rollout_ref.actor.clip_ratio=0,2", "Ambiguous value for argument"),
     (f"{RECIPE} algorithm.adv_estimator=grop", "Allowed: gae, grpo, "),
@@ -134,7 +119,6 @@ def test_a_mistake_is_answered_with_the_word_to_write(typed, words):
     ("defaults: [ppo_trainer, _self_]\ntrainer: {a: '${b'}\n", "no viable alternative at input '${b'"),
     ("defaults: [ppo_trainer, _self_]\ntrainer:\nlr: 1\n", "Correct the indent of the lines below trainer."),
     ("defaults: [ppo_trainer, _self_]\n", "actor_rollout_ref.rollout.name='???': verl leaves it open"),
-    ("defaults: [ppo_trainer, nowhere]\n", "Could not load 'nowhere'"),
 ])  # fmt: skip
 def test_a_users_own_yaml_is_never_a_traceback(content, words, tmp_path):
     (tmp_path / "mine.yaml").write_text(content)
@@ -160,13 +144,10 @@ def test_a_misspelt_name_that_hydra_adds_is_a_warning_and_a_name_of_ones_own_non
     assert code == 0 and "Did you mean trainer.save_freq?" in text, text
 
 
-def test_the_command_that_one_has_is_checked(root):
+def test_the_command_that_one_has_is_checked():
     command = "WANDB_MODE=offline python -m verl.trainer.main_ppo --config-dir recipes/quickstart --config-name"
     code, text = check("--", *command.split(), "quickstart", "precision=bf16")
     assert code == 0 and "actor forward bf16" in text, text
-    assert read_command([*command.split(), "quickstart", "a=1"]) == (Path(RECIPE), ["a=1"])
-    folder = f"--config-path={root}/recipes/quickstart"
-    assert read_command(["main_ppo.py", folder, "--config-name=quickstart.yaml"])[0] == root / RECIPE
 
 
 def test_at_80_columns_the_deciding_setting_is_whole(compose_recipe):
@@ -208,7 +189,6 @@ MOE = "recipes/moe/moe.yaml"
         ("model_engine=megatron", set(), set()),
         ("model_engine=megatron scale=2x8_h100 precision=bf16 +router_replay=rollout", set(), {"router-replay-memory"}),
         ("actor_rollout_ref.rollout.name=sglang", set(), {"rollout-unverified"}),
-        ("actor_rollout_ref.rollout.name=trtllm", set(), {"rollout-unverified"}),
     ],
 )
 def test_other_engines_and_rollouts_hold_or_are_told_by_name(overrides, errors, warnings):
@@ -221,17 +201,13 @@ def test_other_engines_and_rollouts_hold_or_are_told_by_name(overrides, errors, 
 
 def test_who_decides_each_dtype_of_megatron():
     rows = {row.what: row for row in check_recipe(Path(MOE), ["model_engine=megatron"]).rows}
-    assert (rows["actor forward"].value, rows["actor forward"].source) == (
-        "fp16",
-        "actor_rollout_ref.actor.megatron.dtype",
-    )
-    assert (rows["actor master weights, Adam"].value, rows["actor master weights, Adam"].source) == (
-        "fp32",
-        "Megatron's optimizer",
-    )
+    actor = "actor_rollout_ref.actor.megatron"
+    assert rows["actor forward"][1:] == ("fp16", f"{actor}.dtype")
+    assert rows["actor master weights, Adam"][1:] == ("fp32", "Megatron's optimizer")
     assert rows["actor gradient reduction"].value == "fp32" and rows["weights to the rollout"].value == "fp16"
 
 
-def test_spellings_of_dtypes():
-    spelled = {"bf16": ["bfloat16"], "fp16": ["float16", "half", "16", 16], "fp32": ["float"], "auto": ["auto"]}
-    assert {name: {short(value) for value in values} for name, values in spelled.items()} == {n: {n} for n in spelled}
+@pytest.mark.parametrize("engine", ["veomni", "torchtitan"])
+def test_presets_of_precision_are_refused_with_an_engine_that_has_none(engine):
+    code, text = check(MOE, f"model_engine={engine}", "precision=bf16")
+    assert code == 1 and f"model_engine={engine!r}: presets that set a dtype" in text and "model_engine=dp" in text

@@ -9,10 +9,10 @@ from composer import compose_verl
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
-from verl_precision.check.keys import keys_of, row_of, table_of_keys
+from verl_precision.check.keys import keys_of, table_of_keys
 from verl_precision.check.preflight import PreflightCallback
 from verl_precision.cli import app
-from verl_precision.tools.checking.words import HANDED_ON, name_is_read, unknown
+from verl_precision.tools.checking.words import HANDED_ON, unknown
 
 ENGINES = ("dp", "megatron", "veomni", "torchtitan")
 TABLE = table_of_keys()
@@ -59,12 +59,6 @@ def test_a_key_without_a_name_of_today_is_gone_and_the_words_name_what_there_is(
     assert set(named) <= set(every)
 
 
-def test_the_longest_key_of_the_table_counts():
-    assert row_of("reward_model.overlong_buffer.len") == ("moved", "reward.reward_kwargs.overlong_buffer_cfg", ".len")
-    assert row_of("reward_model.strategy")[0] == "gone" and row_of("reward_model.model.path")[0] == "unread"
-    assert row_of("critic.fsdp.grad_offload")[0] == "gone" and row_of("trainer.save_freq")[0] == ""
-
-
 @pytest.mark.parametrize(("key", "engine", "said"), [
     ("algorithm.rollout_is_threshold", "dp", "Write algorithm.rollout_correction.rollout_is_threshold=1."),
     ("actor_rollout_ref.actor.tis_imp_ratio_cap", "dp", "Set algorithm.rollout_correction.rollout_is=token and"),
@@ -72,7 +66,6 @@ def test_the_longest_key_of_the_table_counts():
     ("critic.model.fsdp_config.param_offload", "dp", "Write critic.fsdp.param_offload=1."),
     ("critic.model.fsdp_config.grad_offload", "dp", "Drop it."),
     ("actor_rollout_ref.actor.megatron.grad_offload", "megatron", "Drop it."),
-    ("actor_rollout_ref.actor.megatron.parm_offload", "megatron", "actor_rollout_ref.actor.megatron.param_offload?"),
     ("actor_rollout_ref.actor.megatron.param_offload", "dp", "actor_rollout_ref.actor.fsdp_config.param_offload"),
     ("actor_rollout_ref.actor.fsdp_config.param_offload", "megatron", "actor_rollout_ref.actor.megatron.param_offload"),
     ("actor_rollout_ref.actor.optim.warmup_style", "megatron", "Write actor_rollout_ref.actor.optim.lr_decay_style"),
@@ -80,17 +73,14 @@ def test_the_longest_key_of_the_table_counts():
     ("rollout.n", "dp", "Did you mean actor_rollout_ref.rollout.n or "),
     ("rollout.nnodes", "dp", "trainer.v1.trainer_mode=separate_async"),
     ("data.train_data_num", "dp", "Write data.train_max_samples=1."),
-    ("trainer.save_frq", "dp", "Did you mean trainer.save_freq?"),
     ("data.something_else", "dp", "Check the spelling, or drop it."),
 ])  # fmt: skip
 def test_a_key_is_answered_with_todays_word_of_the_commands_engine(key, engine, said):
     error = unknown(key, "1", known(engine))
     assert said in error.remedy and error.setting == key
     assert "+" not in error.remedy or HANDED_ON.search(f"{key}.") or "reward_kwargs" in error.remedy
-
-
-def test_a_null_of_then_is_dropped():
-    assert unknown("data.train_data_num", "null", known()).remedy == "Drop it."  # verl compares today's with 0
+    if error.remedy.startswith("Write data."):
+        assert unknown(key, "null", known(engine)).remedy == "Drop it."  # verl compares today's with 0
 
 
 def test_every_unknown_key_is_named_at_once():
@@ -110,20 +100,13 @@ def test_every_unknown_key_is_named_at_once():
     assert {each["name"] for each in found} == {"unknown-key", "key-unread"}
 
 
-def test_5000_arguments_are_answered():
-    code, found = findings(*[f"trainer.save_freq={number}" for number in range(1, 2500)], *["trainer.k=1"] * 2500)
-    assert code == 1 and "trainer.k" in {each["setting"] for each in found}
-
-
 @pytest.mark.parametrize(("word", "name", "severity", "said"), [
     ("+precison=fp16", "unknown-key", "error", "Did you mean +precision=fp16?"),
-    ("+Estimator=grpo", "unknown-key", "error", "Did you mean +estimator=grpo?"),
-    ("+actor_rollout_ref.actor.policy_loss.tau_pos=1.0", "verl-refuses", "error", "actor_rollout_ref.actor.tau_pos"),
+    ("+actor_rollout_ref.actor.policy_loss.tau_pos=1.0", "unknown-key", "error", "actor_rollout_ref.actor.tau_pos"),
     ("+actor_rollout_ref.rollout.n_agent=5", "unknown-key", "error", "Write actor_rollout_ref.rollout.n=5."),
     ("+reward_model.overlong_buffer.len=9", "unknown-key", "error", "overlong_buffer_cfg.len=9."),
     ("++algorithm.rollout_is_level=token", "unknown-key", "error", "Set algorithm.rollout_correction.rollout_is"),
     ("+trainer.foo=1", "key-unread", "warning", "unless code of your own reads it"),
-    ("+data.my_column=a", "key-unread", "warning", "unless code of your own reads it"),
     ("+mine.own=1", "key-unread", "warning", "unless code of your own reads it"),
 ])  # fmt: skip
 def test_what_a_plus_adds_for_nobody_is_named_once(word, name, severity, said):
@@ -147,10 +130,6 @@ def test_what_a_plus_adds_for_nobody_is_named_once(word, name, severity, said):
 ])  # fmt: skip
 def test_what_a_plus_adds_for_somebody_is_none(word):
     assert not [each for each in findings(word)[1] if each["name"] in ("unknown-key", "key-unread", "verl-refuses")]
-
-
-def test_who_reads_a_name():
-    assert name_is_read("train_batch_size") and name_is_read("rollout_is_threshold") and not name_is_read("foo")
 
 
 @pytest.mark.parametrize("words", ["trainer.use_v1=False", "+rollout.nnodes=1 +rollout.n_gpus_per_node=8"])

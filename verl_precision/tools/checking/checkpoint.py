@@ -210,7 +210,7 @@ def measure_activations(path: Path, prompts: Sequence[str] = PROMPTS) -> Activat
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     found: dict[str, ModuleReport] = {}
 
-    def on_gradient(gradient: torch.Tensor, name: str) -> None:
+    def on_gradient(gradient: Any, name: str) -> None:
         report = found.setdefault(name, ModuleReport(name))
         report.gradient = max(report.gradient, _largest(gradient))
 

@@ -125,82 +125,68 @@ def _as_tested(entry: LedgerEntry) -> str:
 
 @dataclass(frozen=True)
 class Node:
-    """What one node said."""
+    """What one node of a cluster said."""
 
     name: str  # address, as Ray knows it
     gpus: float = 0  # what Ray counts there (with trainer.device=cpu a logical number)
     versions: dict[str, str] = field(default_factory=dict)  # installed distributions, and Python's
     plugin_loaded: bool = False  # whether `import verl` loaded this package's plugin in a worker there
     folder: str = ""  # working directory of a worker there
-    # bytes of each file asked for; -1 for a folder, None for what is not there
-    sizes: dict[str, int | None] = field(default_factory=dict)
-    failure: str | None = None  # why the node could not answer; nothing else is known then
+    sizes: dict[str, int | None] = field(default_factory=dict)  # bytes of files; -1: a folder, None: not there
+    failure: str = ""  # why the node could not answer; nothing else is known then
 
 
-@dataclass(frozen=True)
-class Needs:
-    """What a run asks of a cluster."""
-
-    nodes: int = 0  # number of nodes with GPUs
-    gpus_per_node: int = 0  # GPUs of each of them
-    paths: tuple[str, ...] = ()  # files and folders that must be the same everywhere
-
-
-def needs_of(config: DictConfig, paths: Sequence[str]) -> Needs:
-    """Return what a composed recipe asks of a cluster, with more files and folders."""
+def needs_of(config: DictConfig, paths: Sequence[str]) -> tuple[int, int, list[str]]:
+    """Return the nodes, the GPUs of each, and the files and folders, beside `paths`, that a composed recipe needs."""
     from verl_precision.check.rules.files import named_files
 
-    files = [name for _, name in named_files(config)]
     model = str(config.actor_rollout_ref.model.path)
-    if Path(model).expanduser().is_dir():  # else a hub name
-        files.append(model)
+    files = [*(name for _, name in named_files(config)), *([model] if Path(model).expanduser().is_dir() else [])]
     wanted = dict.fromkeys(path for path in (*files, *paths) if not path.startswith("hdfs://"))
-    return Needs(config.trainer.nnodes, config.trainer.n_gpus_per_node, tuple(wanted))
+    return config.trainer.nnodes, config.trainer.n_gpus_per_node, list(wanted)
 
 
-def compare_nodes(nodes: Sequence[Node], driver: Node, needs: Needs) -> Iterator[Finding]:
-    """Compare each node with the driver, and the cluster with what the run needs.
+def compare_nodes(nodes: Sequence[Node], driver: Node, needed: int = 0, gpus: int = 0) -> Iterator[Finding]:
+    """Compare each node with the driver, and the cluster with the nodes that a run needs and their GPUs.
 
     The first finding is the number of nodes; then, for each node, its answer, GPUs, versions, plugin and paths.
     """
     found, problem = sum(node.gpus > 0 for node in nodes), ""
-    if found < needs.nodes:
-        problem = f"{found} of trainer.nnodes={needs.nodes}; verl would wait. Start Ray on the others, or lower nnodes."
+    if found < needed:
+        problem = f"{found} of trainer.nnodes={needed}; verl would wait. Start Ray on the others, or lower nnodes."
     yield Finding("nodes with GPUs", not problem, problem or str(found))
     for node in nodes:
-        for what, problem, fine in _compared(node, driver, needs):
+        for what, problem, fine in _compared(node, driver, gpus):
             yield Finding(f"{node.name}: {what}", not problem, problem or fine)
 
 
-def _compared(node: Node, driver: Node, needs: Needs) -> Iterator[tuple[str, str, str]]:
+def _compared(node: Node, driver: Node, gpus: int) -> Iterator[tuple[str, str, str]]:
     """Yield what was compared, what is wrong with it (or nothing), and what to say if nothing is."""
-    if node.failure is not None:
+    if node.failure:
         yield "answer", f"{node.failure}. Install the same packages there, and restart its Ray.", ""
         return
-    wanted, problem = needs.gpus_per_node, ""
-    if 0 < node.gpus < wanted:  # a head without GPUs is usual, and harmless
-        remedy = f"Free the others, start Ray with --num-gpus={wanted}, or lower n_gpus_per_node."
-        problem = f"{node.gpus:g}, trainer.n_gpus_per_node={wanted}. {remedy}"
+    problem = ""
+    if 0 < node.gpus < gpus:  # a head without GPUs is usual, and harmless
+        remedy = f"Free the others, start Ray with --num-gpus={gpus}, or lower n_gpus_per_node."
+        problem = f"{node.gpus:g}, trainer.n_gpus_per_node={gpus}. {remedy}"
     yield "GPUs", problem, f"{node.gpus:g}"
-    differing = [
-        f"{name} {node.versions.get(name, 'missing')} (driver: {driver.versions.get(name, 'missing')})"
-        for name in {**driver.versions, **node.versions}
-        if node.versions.get(name) != driver.versions.get(name)
-    ]
+    there, here = node.versions, driver.versions
+    other = [name for name in {**here, **there} if there.get(name) != here.get(name)]
+    differing = [f"{name} {there.get(name, 'missing')} (driver: {here.get(name, 'missing')})" for name in other]
     problem = f"{'; '.join(differing)}. Install the driver's versions there, and restart its Ray." if differing else ""
-    yield "versions", problem, ", ".join(f"{name} {version}" for name, version in driver.versions.items())
+    yield "versions", problem, ", ".join(f"{name} {version}" for name, version in here.items())
     problem = "`import verl` does not load it there. Run `verl-precision check` on that host."
     yield "plugin", "" if node.plugin_loaded else problem, "loaded by `import verl`"
-    for path in needs.paths:
-        here, there, problem = driver.sizes.get(path), node.sizes.get(path), ""
-        if here is None:
+    for path, size in driver.sizes.items():
+        problem, found = "", node.sizes.get(path)
+        if size is None:
             problem = "not on the driver either. Prepare it (the recipe's README), or correct the path."
-        elif there is None:
+        elif found is None:
             remedy = "Put it on a shared disk, and start Ray in one folder everywhere, or give an absolute path."
             problem = f"not there (from {node.folder}). {remedy}"
-        elif here != there:
-            problem = f"{there} bytes, {here} on the driver: another copy. Use the same file."
-        yield path, problem, "a folder" if here == -1 else "the same size"
+        elif size != found:
+            problem = f"{found} bytes, {size} on the driver: another copy. Use the same file."
+        yield path, problem, "a folder" if size == -1 else "the same size"
 
 
 def look_at_nodes(address: str, paths: Sequence[str]) -> tuple[list[Node], Node]:
@@ -240,8 +226,8 @@ def look_here(paths: Sequence[str]) -> dict[str, Any]:
     if "verl" in versions:
         with contextlib.suppress(SystemExit):  # of our plugin, whose words are on that host; here it is not loaded
             importlib.import_module("verl")
-    sizes: dict[str, int | None] = {}
+    sizes: dict[str, int | None] = dict.fromkeys(paths)
     for path in paths:
-        real = os.path.expanduser(path)
-        sizes[path] = (-1 if os.path.isdir(real) else os.path.getsize(real)) if os.path.exists(real) else None
+        if (found := Path(path).expanduser()).exists():
+            sizes[path] = -1 if found.is_dir() else found.stat().st_size
     return {"versions": versions, "plugin_loaded": PLUGIN in sys.modules, "folder": os.getcwd(), "sizes": sizes}

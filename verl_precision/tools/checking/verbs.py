@@ -196,10 +196,12 @@ def _check_installation(as_json: bool) -> bool:
 
 def _check_cluster(address: str, words: list[str], paths: list[str]) -> bool:
     from verl_precision.tools.checking.composing import compose_recipe, read_command
-    from verl_precision.tools.checking.installation import Needs, compare_nodes, look_at_nodes, needs_of
+    from verl_precision.tools.checking.installation import compare_nodes, look_at_nodes, needs_of
 
-    needs = needs_of(compose_recipe(*read_command(words)), paths) if words else Needs(paths=tuple(paths))
-    return not _show_findings(compare_nodes(*look_at_nodes(address, needs.paths), needs))
+    nodes, gpus = 0, 0
+    if words:
+        nodes, gpus, paths = needs_of(compose_recipe(*read_command(words)), paths)
+    return not _show_findings(compare_nodes(*look_at_nodes(address, paths), nodes, gpus))
 
 
 def _show_findings(findings: Iterable["Finding"]) -> int:

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.check.keys import keys_of, row_of, unread_word
-from verl_precision.check.rules.rule import Fault, fault_of_error
+from verl_precision.check.rules.rule import Fault, Severity, fault_of_error
 from verl_precision.check.who_decides import Origin, decisions
 from verl_precision.check.winning_words import is_option
 from verl_precision.presets import preset_groups, preset_names
@@ -132,7 +132,8 @@ def added(config: DictConfig, overrides: Sequence[str]) -> Iterator[Fault]:
         key, _, value = word.lstrip("+").partition("=")
         if not word.startswith("+") or key in preset_groups() or "@" in key:
             continue
-        name, severity = "unknown-key", "error"
+        name = "unknown-key"
+        severity: Severity = "error"
         group = "" if "." in key else next(iter(get_close_matches(key, preset_groups(), n=1, cutoff=0.8)), "")
         if group:  # Hydra adds it as a setting
             problem, allowed = "there is no such group of presets, and nothing reads it", ", ".join(preset_names(group))
