@@ -86,9 +86,8 @@ def new_file(path: Path, replace: bool = False) -> Iterator[Path]:
     and `path` is as it was. A file that exists is an error, unless it may be replaced; a device, pipe or folder is one
     in any case. Of a link, the file that it names is replaced.
     """
-    require_regular(path)
+    require_regular(path, replace)
     path = path.resolve() if path.is_symlink() else path
-    _require_free(path, replace)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = _scratch(path)
     try:
@@ -96,8 +95,7 @@ def new_file(path: Path, replace: bool = False) -> Iterator[Path]:
             yield scratch
             with scratch.open("rb+") as written:
                 os.fsync(written.fileno())
-            require_regular(path)
-            _require_free(path, replace)
+            require_regular(path, replace)
             scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)
@@ -138,18 +136,15 @@ def _meant(path: Path, scratch: Path) -> Iterator[None]:
         raise
 
 
-def require_regular(path: Path) -> None:
-    """Refuse to write to what is there and no regular file, by itself or as the end of a link: a device, a pipe."""
+def require_regular(path: Path, replace: bool = True) -> None:
+    """Refuse to write to what is there: a device, pipe or folder, also behind a link, or what may not be replaced."""
     if path.exists() and not path.is_file():
         problem, remedy = f"{path}: it is no regular file; nothing was written", "Name another file."
         raise ConfigurationError(problem, allowed="a regular file, or a new name", remedy=remedy)
+    if not replace and path.exists():
+        raise ConfigurationError(f"{path}: the file exists. Allowed: a new name. Nothing was written; move it away.")
 
 
 def _scratch(path: Path) -> Path:
     """Return a new path beside another one. The suffix stays: some writers read it."""
     return path.with_name(f".{uuid.uuid4().hex[:12]}.{path.name}")
-
-
-def _require_free(path: Path, replace: bool) -> None:
-    if not replace and path.exists():
-        raise ConfigurationError(f"{path}: the file exists. Allowed: a new name. Nothing was written; move it away.")

@@ -8,7 +8,7 @@ from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
 
-from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
+from verl_precision.base.errors import EnvironmentMismatchError
 
 # verl 0.9.0 lacks a function that the weight-sync guard imports, inside vLLM's worker: a run would die minutes in.
 # On a CPU we call vLLM's layer-wise reload (integration/cpu/vllm_reload.py), which changes between releases: only what
@@ -77,16 +77,8 @@ def require_packages(verb: str, *modules: str) -> None:
 
 
 def require_verl(verb: str) -> None:
-    """Import verl, and with it the modules that the user has it import; refuse what one of them raises."""
+    """Import verl, and with it the modules that `VERL_USE_EXTERNAL_MODULES` has it import."""
     require_packages(verb, "verl", "hydra")
-    named = os.environ.get("VERL_USE_EXTERNAL_MODULES")
-    if named:
+    if os.environ.get("VERL_USE_EXTERNAL_MODULES"):
         sys.path.append(os.getcwd())  # `python -m` finds modules there, a console script does not
-    try:
-        importlib.import_module("verl")
-    except Exception as error:  # whatever such a module raises
-        if not named:
-            raise
-        problem, remedy = f"verl imports it, which raises {type(error).__name__}: {error}", "Correct it, or unset it."
-        said = {"allowed": "modules found from the working directory or PYTHONPATH", "remedy": remedy}
-        raise ConfigurationError(problem, setting="VERL_USE_EXTERNAL_MODULES", value=named, **said) from error
+    importlib.import_module("verl")

@@ -76,15 +76,18 @@ def check(
     ok, words = True, [] if config is None else [config, *(overrides or [])]
     gc.disable()  # imports make millions of objects that stay: collecting is a quarter of a check's time,
     atexit.register(gc.freeze)  # also at the end of the process
-    with silence_third_party():
-        if model is not None:
-            ok = _check_model(model, activations, as_json)
-        elif words:
-            ok = _check_recipe(words, about_run, as_json)
-        elif cluster is None:
-            ok = _check_installation(as_json)
-        if cluster is not None:
-            ok = _check_cluster(cluster, words, [str(each) for each in path or []]) and ok
+    try:
+        with silence_third_party():
+            if model is not None:
+                ok = _check_model(model, activations, as_json)
+            elif words:
+                ok = _check_recipe(words, about_run, as_json)
+            elif cluster is None:
+                ok = _check_installation(as_json)
+            if cluster is not None:
+                ok = _check_cluster(cluster, words, [str(each) for each in path or []]) and ok
+    finally:
+        gc.enable()
     raise Exit(0 if ok else 1)
 
 
