@@ -107,7 +107,7 @@ def _config_of(module: str, gone: list[ConfigurationError] | None = None) -> Pat
         problem = "it is no main of verl's: the config that it composes is not known"
         remedy = f"Give the config: `check YAML KEY=VALUE ...`; or `check KEY=VALUE ...` if it takes that of {MAIN}."
     else:
-        problem = f"verl {installed_version('verl')} has no such module{row.get('why', '')}"
+        problem = f"verl {installed_version('verl')} has no such module{row.get('why', '')}."
         allowed, words = row.get("instead", allowed), row.get("words", "")
         remedy = f"Start {allowed}{f' with {words}' if words else ''}." if "instead" in row else words
     error = ConfigurationError(problem, setting="main", value=module, allowed=allowed, remedy=remedy)
@@ -212,7 +212,8 @@ def in_our_words(error: Exception, path: Path) -> ConfigurationError:
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return unresolved(error, path)
     said = " ".join(re.split(r"\w*\s*search path:", str(error), flags=re.I)[0].split())
-    what = "cannot be read" if isinstance(error, OSError | UnicodeDecodeError | yaml.YAMLError) else "does not compose"
+    unread = isinstance(error, OSError | UnicodeDecodeError | yaml.YAMLError) and not isinstance(error, HydraException)
+    what = "cannot be read" if unread else "does not compose"
     return ConfigurationError(f"{path}: {what}. {said}")
 
 
