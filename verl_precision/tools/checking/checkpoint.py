@@ -137,17 +137,16 @@ def _slices(content: Any, name: str) -> Iterator[Any]:
 
 def audit_tensor(name: str, dtype: str, slices: Iterable[Any]) -> TensorReport:
     """Audit one tensor, given as flat slices, whose dtype has this name in safetensors."""
-
     elements, largest, overflows, not_finite, subnormal, flushed = 0, 0.0, 0, 0, 0, 0
-    for values in slices:
-        finite, cast = values[values.isfinite()], values.half()
+    for values in filter(len, slices):
+        magnitude, finite, cast = values.abs(), values.isfinite(), values.half()
+        infinite = values.numel() - int(finite.count_nonzero())
         elements += values.numel()
-        not_finite += values.numel() - finite.numel()
-        overflows += int((~cast.isfinite()).sum()) - (values.numel() - finite.numel())
-        becomes_zero = (cast == 0) & (values != 0)
-        flushed += int(becomes_zero.sum())
-        subnormal += int(((values.abs() < FP16_SMALLEST_NORMAL) & (cast != 0)).sum())
-        largest = max(largest, float(finite.abs().max()) if finite.numel() else 0.0)
+        not_finite += infinite
+        overflows += values.numel() - int(cast.isfinite().count_nonzero()) - infinite
+        subnormal += int(((magnitude < FP16_SMALLEST_NORMAL) & (cast != 0)).count_nonzero())
+        flushed += int(((values != 0) & (cast == 0)).count_nonzero())
+        largest = max(largest, float(magnitude.where(finite, 0).max()))
     share = 1 / max(elements, 1)
     return TensorReport(name, dtype, elements, largest, overflows, not_finite, subnormal * share, flushed * share)
 
