@@ -96,25 +96,26 @@ def _composed_by(own: Path, words: list[str]) -> tuple[Path, list[str]]:
 
 def _config_of(module: str, gone: list[ConfigurationError] | None = None) -> Path:
     """Return the YAML that a main of verl's takes by itself; refuse what is no main, or no run of RL."""
-    place, allowed = _verl().parent.joinpath(*module.split(".")), ", ".join(mains())
+    place, allowed, instead = _verl().parent.joinpath(*module.split(".")), ", ".join(mains()), ""
     files = (place.with_suffix(".py"), place / "__main__.py")
     path = next((path for path in files if module.startswith("verl.") and path.is_file()), None)
     if path is not None:
         if (own := _own_config(path)) is not None:
             return own
         problem, remedy = "it is no RL run: there is nothing to check", f"Give a command that runs {MAIN}."
-    elif (row := next((row for gone, row in table_of(__file__).items() if re.fullmatch(gone, module)), None)) is None:
+    elif (row := next((row for old, row in table_of(__file__).items() if re.fullmatch(old, module)), None)) is None:
         problem = "it is no main of verl's: the config that it composes is not known"
         remedy = f"Give the config: `check YAML KEY=VALUE ...`; or `check KEY=VALUE ...` if it takes that of {MAIN}."
     else:
         problem = f"verl {installed_version('verl')} has no such module{row.get('why', '')}."
-        allowed, words = row.get("instead", allowed), row.get("words", "")
-        remedy = f"Start {allowed}{f' with {words}' if words else ''}." if "instead" in row else words
+        instead, words = row.get("instead", ""), row.get("words", "")
+        allowed = instead or allowed
+        remedy = f"Start {instead}{f' with {words}' if words else ''}." if instead else words
     error = ConfigurationError(problem, setting="main", value=module, allowed=allowed, remedy=remedy)
-    if gone is None or not remedy.startswith("Start "):
+    if gone is None or not instead:
         raise error
     gone.append(error)
-    return _config_of(allowed)
+    return _config_of(instead)
 
 
 def _own_config(path: Path) -> Path | None:

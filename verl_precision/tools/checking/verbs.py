@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 from typer import Argument, BadParameter, Exit, Option
 
-from verl_precision.base.errors import VerlPrecisionError, describe, subject
+from verl_precision.base.errors import ConfigurationError, VerlPrecisionError, describe, subject
 from verl_precision.base.terminal import paragraph, terminal_table
 from verl_precision.cli.verb import console, errors, silence_third_party, verb
 
@@ -100,7 +100,7 @@ def _check_recipe(words: list[str], meant: tuple[str | None, bool | None, Path |
         from verl_precision.tools.checking.composing import read_command
         from verl_precision.tools.checking.recipe_config import Meant, check_command
 
-        gone: list = []
+        gone: list[ConfigurationError] = []
         report = check_command(*read_command(words, gone), Meant(*meant))
         report.faults[:0] = [fault_of_error(error, "main-gone", "error") for error in gone]
     except VerlPrecisionError as error:
