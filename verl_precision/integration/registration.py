@@ -61,7 +61,7 @@ def registered() -> tuple[str, ...]:
 def _when_imported(module: str, call: Callable[[ModuleType], None]) -> None:
     """Have a module given to a function when it is imported; what that raises fails this import and each later one.
 
-    As an error of ours: an ImportError the host takes for a part that is not installed. wrapt calls a function once.
+    As an error of ours: an ImportError the host takes for a part that is not installed.
     """
 
     def call_or_refuse(host_module: ModuleType) -> None:

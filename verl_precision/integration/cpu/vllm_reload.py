@@ -19,8 +19,7 @@ from verl_precision.weight_sync.verify import LayerRecord, forget_expert_kernel,
 def layerwise_reload(model: nn.Module, model_config: object, layers: set[str]) -> Iterator[dict[str, LayerRecord]]:
     """Make `load_weights` of a model that has been loaded once work inside the block; repack everything when it ends.
 
-    The tensors given to `load_weights` are read until the block ends: they must not be views of reused memory. Yields
-    what each of the named layers was sent, filled while loading.
+    Tensors are read until the block ends. Yields what each of the named layers was sent, filled while loading.
     """
     from vllm.model_executor.model_loader import reload
 

@@ -36,8 +36,7 @@ def choose_layers(
 ) -> set[str]:
     """Choose the layers to verify in this sync: the first, the last, and a window that moves on with every sync.
 
-    Every accepted layer is chosen within a bounded number of syncs. The budget is the largest number of parameter
-    elements in the window; one layer that is larger is verified beside it.
+    The budget is the most parameter elements in the window; one layer that is larger is verified beside it.
     """
     layers = {name: layer for name, layer in layers_with_parameters(model).items() if accept(layer)}
     sizes = {name: sum(p.numel() for p in layer.parameters(recurse=False)) for name, layer in layers.items()}
@@ -63,8 +62,7 @@ def choose_layers(
 def record_loads(model: nn.Module, layers: set[str]) -> Iterator[dict[str, LayerRecord]]:
     """Load the named layers' parameters twice inside the block: the live ones, and others to compare them with.
 
-    What is sent is read while it is there, since transfer buffers are reused, and nothing of it is kept but this rank's
-    part in the rollout's dtype. Yields layer name -> what the layer was sent, filled while loading.
+    Yields layer name -> what the layer was sent, filled while loading: transfer buffers are reused.
     """
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 

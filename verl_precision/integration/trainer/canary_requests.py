@@ -133,9 +133,7 @@ class TrainerCanary:
     def judge(self, workers: Any) -> dict[str, float]:
         """Score the same tokens with the weights of verl's actor workers, still those that were sent, and compare.
 
-        Returns the metrics of `CanaryVerdict` and `weight_sync/seconds`, the time that the canary took from the
-        trainer; empty if no replica was asked. With `action=stop` a `WeightSyncError` is raised if a replica does not
-        answer or its log-probs are not the trainer's.
+        Returns metrics, empty if no replica was asked; with `action=stop` a `WeightSyncError` is raised on proof.
         """
         outputs, self._outputs = self._outputs, {}
         problems, self._problems = self._problems, []

@@ -57,10 +57,7 @@ class Driver:
 
 
 def follow_platform(config: DictConfig) -> None:
-    """Make verl's platform in this process the one the config asks for.
-
-    Importing `verl.trainer.main_ppo` resolves verl's platform before any config exists: without accelerator, `nvidia`.
-    """
+    """Make verl's platform in this process the config's: it was chosen before any config existed."""
     if config.trainer.device != "cpu":
         return
     from verl.plugin.platform import get_platform, set_platform
