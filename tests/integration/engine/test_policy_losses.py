@@ -41,7 +41,7 @@ def test_registering_twice_changes_nothing_and_a_stranger_is_refused(monkeypatch
     assert core_algos.POLICY_LOSS_REGISTRY == before and "vp_grpo" in before
     monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", {"vp_grpo": core_algos.agg_loss})
     monkeypatch.setattr("verl_precision.losses.registry._listeners", [])
-    with pytest.raises(RegistrationError, match="'vp_grpo' is already registered with verl by .*agg_loss"):
+    with pytest.raises(RegistrationError, match="'vp_grpo' is already registered by .*agg_loss"):
         register_losses(core_algos)
 
 

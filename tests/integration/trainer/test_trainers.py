@@ -15,12 +15,9 @@ from verl.utils.metric import reduce_metrics
 from verl_precision.base import extensions
 from verl_precision.base.errors import ConfigurationError, MismatchAlarmError
 from verl_precision.base.mergeable import Mean
-from verl_precision.integration.trainer.checkpoints import RESCUE_FILE
 from verl_precision.integration.trainer.merged_metrics import MergedMetric
 from verl_precision.integration.trainer.run_monitor import ALARM_FILE, STEP_METRICS
 from verl_precision.integration.trainer.trainers import HOOKS, MODES, measured_mode
-from verl_precision.tools.actions.remedy import Remedy
-from verl_precision.tools.actions.rescue import Action
 
 LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
 
@@ -137,18 +134,6 @@ def test_an_alarm_that_stops_the_run_saves_while_the_rollout_sleeps(trainer, mon
         trainer._compute_metrics(None, {}, {}, global_steps=2, epoch=0)
     assert done == ["asleep", "saved"], "saved twice, verl removes it where one checkpoint is kept"
     assert (tmp_path / "global_step_1" / "KEEP").is_file()
-
-
-def test_an_alarm_that_rescues_ends_the_run_with_that_step(config, base, tmp_path, monkeypatch):
-    OmegaConf.update(config, "mismatch.alarm.on_alarm", "rescue", force_add=True)
-    trainer = trainer_of(config, tmp_path)
-    (remedy,) = [callback for callback in trainer.callbacks if isinstance(callback, Remedy)]
-    monkeypatch.setattr(remedy, "decide", lambda step, active: Action("k3_growth", step, 2))
-    trainer._compute_metrics(None, metrics := {}, {}, global_steps=2, epoch=0)
-    assert trainer.total_training_steps == 2 and (tmp_path / RESCUE_FILE).is_file() and metrics["alarm/rescue"] == 0
-    config.mismatch.alarm.on_alarm, config.trainer.default_local_dir = "log", f"{tmp_path}-rescue"
-    trainer_of(config, f"{tmp_path}-rescue")._compute_metrics(None, metrics, {}, global_steps=2, epoch=0)
-    assert metrics["alarm/rescue"] == 1, "in the run that it began"
 
 
 def test_the_alarm_of_a_step_is_in_the_checkpoint_of_that_step(trainer, tmp_path):

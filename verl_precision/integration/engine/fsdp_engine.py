@@ -7,7 +7,6 @@ the modules of their subjects. Where its config is not ours, an engine is a `Ver
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -201,26 +200,22 @@ def precision_variant(base: type, name: str, *mixins: type) -> type:
 
 def register_nvidia_engines(transformer_impl: ModuleType) -> None:
     """Register our variant of each FSDP engine under (device=cuda, vendor=nvidia)."""
-    for model_type, base in _bases(transformer_impl):
-        engine = precision_variant(base, f"Precision{base.__name__}")
-        for backend in ("fsdp", "fsdp2"):
-            register_engine(engine, model_type, backend, NVIDIA)
+    _register(transformer_impl, "Precision{}", ("fsdp", "fsdp2"), NVIDIA)
 
 
 def register_cpu_engines(transformer_impl: ModuleType) -> None:
-    """Register a CPU variant of each FSDP2 engine under (device=cpu, vendor=cpu); FSDP1 cannot wrap CPU parameters.
-
-    On a CPU, offloading then does without pinned memory, which needs an accelerator. verl offloads every reference.
-    """
+    """Register a CPU variant of each FSDP2 engine under (device=cpu, vendor=cpu); offloading has no pinned memory."""
     wrap_once(transformer_impl.__name__, "CPUOffloadPolicy", _without_pinned_memory)
-    for model_type, base in _bases(transformer_impl):
-        register_engine(precision_variant(base, f"{base.__name__}OnCPU"), model_type, "fsdp2", CPU)
+    _register(transformer_impl, "{}OnCPU", ("fsdp2",), CPU)
 
 
 def _without_pinned_memory(wrapped, instance, args, kwargs):
     return wrapped(pin_memory=False) if get_device_name() == "cpu" else wrapped(*args, **kwargs)
 
 
-def _bases(transformer_impl: ModuleType) -> Iterator[tuple[str, type]]:
-    yield "language_model", transformer_impl.FSDPEngineWithLMHead
-    yield "value_model", transformer_impl.FSDPEngineWithValueHead
+def _register(transformer_impl: ModuleType, name: str, backends: tuple[str, ...], key: tuple[str, str]) -> None:
+    heads = transformer_impl.FSDPEngineWithLMHead, transformer_impl.FSDPEngineWithValueHead
+    for model_type, base in zip(("language_model", "value_model"), heads, strict=True):
+        engine = precision_variant(base, name.format(base.__name__))
+        for backend in backends:
+            register_engine(engine, model_type, backend, key)

@@ -183,11 +183,7 @@ def _state(engine: Any) -> tuple[list[str], Callable[[str], Tensor]]:
 
 
 def write_export_dtype(folder: str, dtype: str) -> None:
-    """Say in an exported model's config.json which dtype it was trained to be used in.
-
-    verl writes the dtype of the model the run started from, BF16 for most: who loads the export by its config would
-    round the weights to it. The weights themselves are exported in FP32. Nothing is done without a config.json.
-    """
+    """Say in an exported model's config.json which dtype it was trained to be used in; verl says the first model's."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         return

@@ -11,8 +11,7 @@ from torch import nn
 from verl_precision.weight_sync.manifest import integers
 from verl_precision.weight_sync.verify import LayerRecord, fresh_parameter, layers_with_parameters, not_built
 
-# Methods, by class name, that change no parameter after loading on an accelerator, so that parameters can be compared
-# as they are. Others (quantised ones) are not verified, and counted.
+# Methods, by class name, that change no parameter after loading on an accelerator; others are counted, not verified.
 _COMPARABLE_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType"}
 _EXPERTS_METHOD = "UnquantizedFusedMoEMethod"
 # Its kernels that compute with expert weights as they were loaded: vLLM's choice on H100. The others shuffle them.
@@ -46,11 +45,9 @@ def choose_layers(
     start = int(sync_index * 0.618033988749895 * len(names)) % max(1, len(names))
     spent, larger = 0, False
     for name in names[start:] + names[:start]:
-        if name in chosen:
-            continue
-        if sizes[name] > budget and not larger:
+        if sizes[name] > budget and name not in chosen and not larger:
             larger = True
-        elif spent + sizes[name] <= budget:
+        elif name not in chosen and spent + sizes[name] <= budget:
             spent += sizes[name]
         else:
             continue

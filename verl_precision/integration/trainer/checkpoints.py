@@ -1,8 +1,8 @@
 """Checkpoints that earlier starts have left: which are complete, which one a run goes on from, and which may go.
 
-verl goes on from the one that `latest_checkpointed_iteration.txt` names. It writes that file in place, after all the
-rest: a run that is killed leaves it empty or old, and a missing one, or one that names a folder that is gone, has verl
-begin from scratch. And each start of verl forgets the checkpoints of the former ones, so that they are never removed.
+verl goes on from the one that `latest_checkpointed_iteration.txt` names. A run that is killed leaves it empty or old,
+and a missing one, or one that names a folder that is gone, has verl begin from scratch. And each start of verl forgets
+the checkpoints of the former ones, so that they are never removed.
 
 A checkpoint is complete where verl has written all of it: for each role (actor, critic) a file of each rank for each
 content that is loaded, then `data.pt`. All are ZIP archives of `torch.save`, whose directory stands at the end: half a

@@ -1,7 +1,4 @@
-"""What the driver of a run does beside asking the rules: name the run, own its folder, hear signals, hand over.
-
-`check/preflight.py` calls it at Hydra's moments.
-"""
+"""What `check/preflight.py` has the driver do at Hydra's moments: name the run, own its folder, hear signals."""
 
 import os
 from functools import partial

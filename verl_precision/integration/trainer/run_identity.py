@@ -90,7 +90,7 @@ def _require_first_start(folder: Path, run: RunSettings) -> None:
 
 
 def _own(folder: Path, setting: str, value: str) -> None:
-    """Own a folder; the earlier start of this job may still be written down where its host was lost (base/owner.py)."""
+    """Own a folder; an earlier start of this job may still be written down where its host was lost."""
     holder = owner.take(folder)
     if holder is None or owner.owned_here(folder):
         return

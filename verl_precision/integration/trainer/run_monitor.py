@@ -1,7 +1,7 @@
 """The trainer callback that measures the mismatch, judges it, shows it and remembers it (`trainers.py`).
 
-In decoupled mode verl has recomputed the trainer's log-probs already, so that the driver measures without an extra
-forward. In bypass mode, and wherever a shadow splits the gap, the worker measures in an update (`measurement.py`).
+In decoupled mode verl has recomputed the trainer's log-probs, and the driver measures. In bypass mode, and wherever a
+shadow splits the gap, the worker measures in an update (`measurement.py`).
 """
 
 import contextlib
@@ -47,11 +47,7 @@ logger = logging.getLogger("verl_precision.mismatch")
 
 
 class RunMonitor:
-    """Measures, judges and remembers for one run.
-
-    What is measured is kept as statistics until the step ends: a step of separate_async has several updates, whose
-    numbers verl would combine by their names.
-    """
+    """Measures, judges and remembers for one run; what is measured stays statistics until the step ends."""
 
     def __init__(self, trainer: Any) -> None:
         """Read from a trainer's config what decides where to measure, and what."""

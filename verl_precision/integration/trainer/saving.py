@@ -143,11 +143,9 @@ class Saving:
         return asked
 
     def _taken(self, request: str) -> bool:
-        try:
-            (self._folder / request).unlink()
-        except FileNotFoundError:
-            return False
-        return True
+        asked = (self._folder / request).exists()
+        (self._folder / request).unlink(missing_ok=True)
+        return asked
 
 
 def end_with_this_step(trainer: Any) -> None:
