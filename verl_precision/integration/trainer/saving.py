@@ -143,9 +143,11 @@ class Saving:
         return asked
 
     def _taken(self, request: str) -> bool:
-        asked = (self._folder / request).exists()
-        (self._folder / request).unlink(missing_ok=True)
-        return asked
+        try:
+            (self._folder / request).unlink()
+        except FileNotFoundError:
+            return False
+        return True
 
 
 def end_with_this_step(trainer: Any) -> None:
