@@ -3,10 +3,11 @@
 import pytest
 
 PADDED = "actor_rollout_ref.model.use_remove_padding=False"  # packed-delta-nets
+STATE = "+actor_rollout_ref.rollout.engine_kwargs.vllm.mamba_ssm_cache_dtype=float32"  # cpu-delta-nets
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("architecture", "settings"), [("qwen3_next", [PADDED]), ("glm4", []), ("gemma3", [])])
+@pytest.mark.parametrize(("architecture", "settings"), [("qwen3_next", [PADDED, STATE]), ("glm4", []), ("gemma3", [])])
 def test_a_step_of_rl(run_quickstart, architecture, settings):
     asked = (f"tiny_architecture={architecture}", "precision=bf16", "trainer.total_training_steps=1", *settings)
     (row,) = run_quickstart(*asked)

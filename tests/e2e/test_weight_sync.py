@@ -52,8 +52,8 @@ def test_broken_sync_stops_the_run_and_names_the_layer(stopped_with):
 
     A guard that stops its run: test_planted_faults.py. The stale head: tests/weight_sync/test_worker.py.
     """
-    module = "from verl_precision.integration.cpu import vllm_reload\n"
-    module += "vllm_reload.shared_parameter_layers = lambda model: iter(())\n"
+    module = "from verl_precision.integration.cpu import vllm_on_cpu\n"
+    module += "vllm_on_cpu.shared_parameter_layers = lambda model: iter(())\n"
     message = stopped_with(module, *TIED, "trainer.total_training_steps=2")
     assert "Weight sync 0 did not take: lm_head: it computes with a packed copy of other weights" in message
     assert "Usual causes" in message

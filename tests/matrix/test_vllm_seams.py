@@ -99,7 +99,7 @@ def test_ledger_symbol_has_the_tested_signature(entry):
         assert parameters(found) == entry.parameters
 
 
-# Called or overridden by verify.py, load_recorder.py and vllm_reload.py, on objects that no import names.
+# Called or overridden by verify.py, load_recorder.py and vllm_on_cpu.py, on objects that no import names.
 @pytest.mark.parametrize(("module", "name", "expected"), [
     (f"{LAYERS}.linear", "UnquantizedLinearMethod.apply", ("self", "layer", "x", "bias")),
     (f"{LAYERS}.linear", "UnquantizedLinearMethod.process_weights_after_loading", ("self", "layer")),

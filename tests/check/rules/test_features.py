@@ -36,13 +36,10 @@ MEGATRON = "verl.workers.engine.megatron."  # not importable here, and read as t
 CALLED = {"help", "reward functions", "sampling engine", *unknowns.ASKED}
 OURS = "+precision=fp16 trainer.save_freq=5"
 ON_CPU = f"{OURS} trainer.device=cpu"
-# The model's `config.json` says that it has gated delta nets.
-MODEL = {"linear_num_value_heads": 2}
 ASKING = {
     CORE: "",
     "cpu": ON_CPU,
     "speed on cpu": ON_CPU,
-    "gated delta nets": ON_CPU,
     "loss_scale": OURS,
     "shadow": f"{OURS} fsdp.shadow.every_n_steps=2",
     "megatron": "+precision=bf16 model_engine=megatron",
@@ -69,7 +66,7 @@ ASKING = {
 def asked(words: str) -> list[str]:
     config = composed(words).copy()
     fit_to_engine(config)
-    return asked_features(config, MODEL)
+    return asked_features(config)
 
 
 def faults(words: str) -> list:

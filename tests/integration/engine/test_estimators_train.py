@@ -6,8 +6,10 @@ import math
 import pytest
 import torch
 from composer import actor_config, compose_estimator
+from verl.workers.config import FSDPEngineConfig
 
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.integration.engine.measurement import MISMATCH, REQUEST
 from verl_precision.integration.trainer.checkpoints import is_complete
 from verl_precision.presets import preset_names
 from verl_precision.tools.actions.learning_rate import LOWER_RATE
@@ -34,13 +36,14 @@ def make_engine():
     before = get_platform()
     set_platform(PlatformCPU())
 
-    def make(**settings):
+    def make(kind=PrecisionFSDPConfig, **settings):
         attention = {"attn_implementation": "sdpa"}
         mixed_precision = {"param_dtype": "fp16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-        fp16 = {"dtype": "float16", "mixed_precision": mixed_precision, "loss_scale": LossScaleSettings(initial=SCALE)}
+        settings |= {"dtype": "float16", "mixed_precision": mixed_precision}
+        settings |= {"loss_scale": LossScaleSettings(initial=SCALE)} if kind is PrecisionFSDPConfig else {}
         engine = EngineRegistry.get_engine_cls("language_model", "fsdp2")(
             model_config=HFModelConfig(path=str(cached_tiny_model("qwen3")), override_config=attention),
-            engine_config=PrecisionFSDPConfig(strategy="fsdp2", use_torch_compile=False, **fp16, **settings),
+            engine_config=kind(strategy="fsdp2", use_torch_compile=False, **settings),
             optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=100),
             checkpoint_config=CheckpointConfig(),
         )
@@ -90,11 +93,8 @@ def weights(engine):
     return torch.cat([parameter.full_tensor().flatten() for parameter in engine.module.parameters()]).detach()
 
 
-def updated(engine, config, lower_rate=False, **made):
-    """Train on one mini-batch, perhaps at an alarm's lower rate.
-
-    Return what the engine reports, and the log-ratios to the old log-probs before.
-    """
+def updated(engine, config, asked=None, **made):
+    """Train on one mini-batch; return what the engine reports, and the log-ratios to the old log-probs before."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.losses import ppo_loss
 
@@ -104,8 +104,7 @@ def updated(engine, config, lower_rate=False, **made):
     driver = as_the_driver_makes_it(config, trainer_log_probs, **made)
     for name, values in driver.items():
         batch[name] = nested(list(values))
-    if lower_rate:
-        tu.assign_non_tensor(batch, **{LOWER_RATE: True})
+    tu.assign_non_tensor(batch, **asked or {})
     with engine.train_mode():
         metrics = engine.train_batch(batch, functools.partial(ppo_loss, actor_config(config)))["metrics"]
     return metrics, trainer_log_probs - driver["old_log_probs"]
@@ -119,6 +118,15 @@ def test_an_update_reaches_the_weights(engine, estimator):
     assert not torch.equal(weights(engine), before) and torch.isfinite(weights(engine)).all()
     assert metrics["precision/loss_scale"] == [SCALE] and metrics["precision/skipped_steps"] == [0]
     assert math.isfinite(metrics["actor/pg_loss"].aggregate())
+
+
+def test_an_update_of_verls_own_engine_is_measured_where_the_trainer_asks(make_engine):
+    asked = dict.fromkeys(("mismatch", "rollout_as_shadow", "bypass", "beta_in_ratio"), True)
+    request = {**asked, "clip": None, "ratio_threshold": 3.0, "longest_response": RESPONSE, "keep": 0}
+    engine, config = make_engine(FSDPEngineConfig), compose_estimator("pg_seq_is")
+    metrics, _ = updated(engine, config, {REQUEST: request})
+    assert metrics[MISMATCH].aggregate().metrics()["mismatch/tokens"] == RESPONSES * RESPONSE
+    assert not [key for key in updated(engine, config)[0] if "verl_precision" in key or "precision/" in key]
 
 
 def test_verls_own_checkpoints_are_told_to_be_complete_and_those_of_an_earlier_start_are_removed(engine, tmp_path):
@@ -156,7 +164,7 @@ def test_the_learning_rate_is_scaled_by_the_root_of_the_effective_sample(make_en
 def test_an_alarm_that_acts_lowers_the_rate_of_the_updates_that_it_asks_for_alone(make_engine):
     """By the factor that the setting would give: the first updates of two engines are the same, bit for bit."""
     config, asked, scaled = compose_estimator("pg_seq_is"), make_engine(), make_engine(learning_rate_ess_base=1.0)
-    by_alarm, by_setting = updated(asked, config, lower_rate=True, gap=1.0)[0], updated(scaled, config, gap=1.0)[0]
+    by_alarm, by_setting = updated(asked, config, {LOWER_RATE: True}, gap=1.0)[0], updated(scaled, config, gap=1.0)[0]
     assert by_alarm["precision/learning_rate_factor"] == by_setting["precision/learning_rate_factor"]
     assert torch.equal(weights(asked), weights(scaled))
     assert "precision/learning_rate_factor" not in updated(asked, config, gap=1.0)[0], "back up"

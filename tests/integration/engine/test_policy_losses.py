@@ -10,12 +10,9 @@ from composer import actor_config, compose_estimator
 from verl_precision.base.errors import ConfigurationError, RegistrationError
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
-from verl_precision.integration import registration
 from verl_precision.losses import POLICY_LOSSES, LossOutput, policy_loss
 from verl_precision.losses.aggregation import aggregate
 
-NAMES = "cispo dppo_kl dppo_tv grpo grpo_unclipped gspo off_policy_sequence_mask pg_seq_is pg_seq_mis pg_seq_tis"
-NAMES = [*NAMES.split(), "ratio_one"]
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 LOSS_CORRECTION = f"{ACTOR}.policy_loss.rollout_correction"
 
@@ -34,25 +31,6 @@ def errors(config) -> list[str]:
     return [str(fault) for fault in find_faults(config, Environment()) if fault.severity == "error"]
 
 
-def test_every_loss_is_there():
-    said = registration.registered()  # the plugin's line in the log (T6)
-    for name in NAMES:
-        assert any(f"vp_{name}" in what for what in said if what.startswith("losses "))
-        entry = POLICY_LOSSES[f"vp_{name}"]
-        assert callable(entry.function) and entry.summary and entry.equation.startswith("arXiv ")
-    with pytest.raises(TypeError):
-        POLICY_LOSSES["mine"] = None
-
-
-def test_importing_the_losses_imports_nothing_of_verl(run_python, root):
-    done = run_python(
-        "import sys, verl_precision.losses\n"
-        "print([m for m in sys.modules if m.split('.')[0] in ('verl', 'hydra', 'ray')])",
-        PYTHONPATH=str(root),
-    )
-    assert done.stdout.strip() == "[]", done.stderr
-
-
 def test_registering_twice_changes_nothing_and_a_stranger_is_refused(monkeypatch):
     from verl.trainer.ppo import core_algos
 
@@ -60,10 +38,10 @@ def test_registering_twice_changes_nothing_and_a_stranger_is_refused(monkeypatch
 
     before = dict(core_algos.POLICY_LOSS_REGISTRY)
     register_losses(core_algos)
-    assert core_algos.POLICY_LOSS_REGISTRY == before
+    assert core_algos.POLICY_LOSS_REGISTRY == before and "vp_grpo" in before
     monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", {"vp_grpo": core_algos.agg_loss})
     monkeypatch.setattr("verl_precision.losses.registry._listeners", [])
-    with pytest.raises(RegistrationError, match="'vp_grpo' is already registered with verl by .*agg_loss"):
+    with pytest.raises(RegistrationError, match="'vp_grpo' is already registered by .*agg_loss"):
         register_losses(core_algos)
 
 
@@ -155,7 +133,6 @@ def test_contradiction_is_refused_before_the_run(estimator, override, message):
     ("pg_seq_is", {"dp_size": 2}, {}, "num_responses.*dp_size=2"),
     ("grpo", {"dp_size": 2, "global_batch_size": 4}, {"loss_agg_mode": "token-mean"}, "num_tokens"),
     ("pg_seq_is", {}, {"rollout_is_weights": torch.ones(2, 3)}, r"rollout_correction\.rollout_is made weights that"),
-    ("grpo", {}, {"config": None}, "config=None"),
 ])  # fmt: skip
 def test_call_that_cannot_work_is_refused(estimator, counts, changes, message):
     with pytest.raises(ConfigurationError, match=message):

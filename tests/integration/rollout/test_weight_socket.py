@@ -39,29 +39,16 @@ def receiver(extension: type) -> str:
     return worker._get_zmq_handle()
 
 
-def test_the_first_runs_of_two_clusters_share_verls_path():
-    assert sender(None) == sender(None) == receiver(vLLMColocateWorkerExtension)
-
-
-def test_both_ends_of_a_run_have_one_path_and_another_run_has_another():
+def test_both_ends_of_a_run_have_one_path_and_another_run_has_another(monkeypatch):
+    """verl's, which two clusters share, is that of other extensions, and of a Ray that was there before."""
+    assert sender(EXTENSION) == sender(None) == receiver(VerifiedWeightSyncExtension)
     weight_socket.choose_name()
     first = sender(EXTENSION)
     assert first == receiver(VerifiedWeightSyncExtension) != sender(None)
+    assert sender(None) == sender("verl.Theirs") == receiver(vLLMColocateWorkerExtension)
     weight_socket.choose_name()
     assert first != sender(EXTENSION) == receiver(VerifiedWeightSyncExtension)
     assert len(first) < 107  # the longest path of a UNIX socket
-
-
-def test_the_run_of_a_comparison_has_the_same_path_at_each_start(monkeypatch):
-    monkeypatch.setenv(RUN_MARK, "0123456789abcdef")
+    monkeypatch.setenv(RUN_MARK, "0123456789abcdef")  # of a comparison's run: the same at each start
     weight_socket.choose_name()
     assert "/rl-colocate-zmq-0123456789ab-" in sender(EXTENSION)
-
-
-def test_other_extensions_keep_verls_path():
-    weight_socket.choose_name()
-    assert sender(None) == sender("verl.Theirs") == receiver(vLLMColocateWorkerExtension)
-
-
-def test_a_ray_that_was_there_before_has_verls_path():
-    assert sender(EXTENSION) == sender(None) == receiver(VerifiedWeightSyncExtension)

@@ -76,10 +76,6 @@ def test_mini_batches_are_merged_too_and_one_without_tokens_is_not_nan():
         assert kept[name].value() == found[name], "a statistic still"
 
 
-def test_verl_alone_makes_a_maximum_a_mean_of_maxima():
-    assert through_verl([[{"weight_max": 1.0}, {"weight_max": 3.0}]])["actor/weight_max"] == 2.0
-
-
 def test_verls_own_metrics_pass_unchanged():
     assert Metric.from_dict({"a": 1.0}, AggregationType.SUM)["a"].aggregation is AggregationType.SUM
     assert Metric.from_dict(data={"a": 1.0}, aggregation="max")["a"].aggregate() == 1.0

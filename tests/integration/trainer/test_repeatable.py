@@ -2,12 +2,9 @@
 
 from types import SimpleNamespace
 
-import pytest
-from composer import compose_verl
 from verl.trainer.ppo.v1 import trainer_base
 
 from verl_precision.base.seeds import response_seed
-from verl_precision.base.verl_config import is_repeatable
 from verl_precision.integration.trainer.repeatable import SortedReplayBuffer, name_prompts
 
 
@@ -39,9 +36,3 @@ def test_each_response_has_a_seed_of_its_own():
     seeds = {response_seed(seed, uid, session) for seed in (0, 1) for uid in "ab" for session in range(8)}
     assert len(seeds) == 32 and all(0 <= seed < 2**32 for seed in seeds)
     assert response_seed(0, "a", 1) == response_seed(0, "a", 1)
-
-
-@pytest.mark.parametrize(("preset", "asked"), [("+repeatable=bitwise", True), ("data.seed=0", False)])
-def test_a_run_says_whether_it_is_to_repeat(preset, asked):
-    config = compose_verl("actor_rollout_ref.rollout.name=vllm", preset)
-    assert is_repeatable(config) is asked

@@ -15,12 +15,9 @@ from verl.utils.metric import reduce_metrics
 from verl_precision.base import extensions
 from verl_precision.base.errors import ConfigurationError, MismatchAlarmError
 from verl_precision.base.mergeable import Mean
-from verl_precision.integration.trainer.checkpoints import RESCUE_FILE
 from verl_precision.integration.trainer.merged_metrics import MergedMetric
 from verl_precision.integration.trainer.run_monitor import ALARM_FILE, STEP_METRICS
 from verl_precision.integration.trainer.trainers import HOOKS, MODES, measured_mode
-from verl_precision.tools.actions.remedy import Remedy
-from verl_precision.tools.actions.rescue import Action
 
 LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
 
@@ -139,18 +136,6 @@ def test_an_alarm_that_stops_the_run_saves_while_the_rollout_sleeps(trainer, mon
     assert (tmp_path / "global_step_1" / "KEEP").is_file()
 
 
-def test_an_alarm_that_rescues_ends_the_run_with_that_step(config, base, tmp_path, monkeypatch):
-    OmegaConf.update(config, "mismatch.alarm.on_alarm", "rescue", force_add=True)
-    trainer = trainer_of(config, tmp_path)
-    (remedy,) = [callback for callback in trainer.callbacks if isinstance(callback, Remedy)]
-    monkeypatch.setattr(remedy, "decide", lambda step, active: Action("k3_growth", step, 2))
-    trainer._compute_metrics(None, metrics := {}, {}, global_steps=2, epoch=0)
-    assert trainer.total_training_steps == 2 and (tmp_path / RESCUE_FILE).is_file() and metrics["alarm/rescue"] == 0
-    config.mismatch.alarm.on_alarm, config.trainer.default_local_dir = "log", f"{tmp_path}-rescue"
-    trainer_of(config, f"{tmp_path}-rescue")._compute_metrics(None, metrics, {}, global_steps=2, epoch=0)
-    assert metrics["alarm/rescue"] == 1, "in the run that it began"
-
-
 def test_the_alarm_of_a_step_is_in_the_checkpoint_of_that_step(trainer, tmp_path):
     """verl saves before the metrics of the step are there to be judged."""
     trainer._save_checkpoint()
@@ -202,8 +187,8 @@ def test_asked_to_end_while_verl_loads_it_does_not_begin(trainer, monkeypatch, t
     assert [path.name for path in tmp_path.glob(".*")] == [".ending"], "which the driver finds"
 
 
-def test_an_update_leaves_its_statistics_for_the_end_of_the_step(trainer, monkeypatch, tmp_path):
-    """verl combines the numbers of a step's updates by their names. A checkpoint before that end knows them too."""
+def test_an_update_leaves_its_statistics_for_the_end_of_the_step(trainer, monkeypatch):
+    """verl combines the numbers of a step's updates by their names."""
     half, metrics = MergedMetric([Mean(torch.tensor(1.0), torch.tensor(2.0))]), {}
 
     def update(self, batch, metrics):
@@ -212,8 +197,5 @@ def test_an_update_leaves_its_statistics_for_the_end_of_the_step(trainer, monkey
     monkeypatch.setattr(TRAINER_REGISTRY["sync"], "_update_actor", update)
     trainer._update_actor(SimpleNamespace(extra_info={}, tags=[]), metrics)
     assert metrics == {}
-    trainer.logger.logger["file"] = SimpleNamespace(filepath=str(tmp_path / "metrics.jsonl"))
-    trainer._save_checkpoint()
-    assert json.loads((tmp_path / "metrics.jsonl.pending").read_text())["data"]["actor/half"] == 0.5
     trainer.monitor.add_metrics(metrics)
     assert metrics["actor/half"] == 0.5

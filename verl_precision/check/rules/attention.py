@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import short
-from verl_precision.base.verl_config import FSDP, engines
+from verl_precision.base.verl_config import FSDP, engine_kwargs, engines, rollout_dtype
 from verl_precision.check.rules.rule import Environment, Fault, Machine, rule
 
 ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
@@ -80,6 +80,18 @@ def packed_delta_nets_in_torch(config: DictConfig, machine: Machine) -> Iterator
     if _is_packed(config) and "flash-linear-attention" in machine.missing_for_model:
         problem = "without flash-linear-attention's kernels, torch lets the state of Qwen3.5's gated delta nets"
         yield Fault(PADDING, f"{problem} go on from one packed sequence into the next", "False")
+
+
+@rule("cpu-delta-nets")
+def delta_nets_on_cpu(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """Another dtype ends vLLM's engine at the first request."""
+    if config.trainer.device == "cpu" and gated_delta_nets(environment.model):
+        problem = "on a CPU vLLM computes gated delta nets in BF16 with a state in FP32"
+        if rollout_dtype(config) != "bf16":
+            yield Fault("actor_rollout_ref.rollout.dtype", problem, "bfloat16")
+        named = gated_delta_nets(environment.model).get("mamba_ssm_dtype")
+        if short(engine_kwargs(config).get("mamba_ssm_cache_dtype", named)) != "fp32":
+            yield Fault("actor_rollout_ref.rollout.engine_kwargs.vllm.mamba_ssm_cache_dtype", problem, "float32")
 
 
 def _is_packed(config: DictConfig) -> bool:

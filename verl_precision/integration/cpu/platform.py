@@ -11,9 +11,8 @@ from typing import Any
 
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
-from verl_precision.base.errors import RegistrationError
 from verl_precision.integration.cpu import device as cpu_device
-from verl_precision.integration.ledger import wrap_once
+from verl_precision.integration.ledger import already_registered, wrap_once
 
 PLATFORM_NAME = "cpu"
 
@@ -52,19 +51,12 @@ def register_platform(platform_manager: ModuleType) -> None:
     if owner is PlatformCPU:
         return
     if owner is not None:
-        raise RegistrationError(
-            f"verl platform {PLATFORM_NAME!r} is already registered by {owner.__module__}.{owner.__qualname__}",
-            remedy="Uninstall one of the two packages, or disable this one: "
-            "VERL_USE_EXTERNAL_PLUGINS=<the other plugin>.",
-        )
+        raise already_registered(f"verl platform {PLATFORM_NAME!r}", owner)
     PlatformRegistry.register(platform=PLATFORM_NAME)(PlatformCPU)
 
 
 def patch_process_group(distributed: ModuleType) -> None:
-    """Give verl's process group one gloo backend on a CPU; elsewhere nothing changes.
-
-    verl asks for `cpu:gloo,<device>:<backend>`. With device cpu that names the CPU twice, and torch refuses it.
-    """
+    """Give verl's process group one gloo backend on a CPU, which verl names twice; elsewhere nothing changes."""
     wrap_once(distributed.__name__, "initialize_global_process_group_ray", _with_single_backend)
 
 

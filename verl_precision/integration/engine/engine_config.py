@@ -60,12 +60,9 @@ class PrecisionFSDPConfig(FSDPEngineConfig):
 
 @dataclass
 class PrecisionMcoreConfig(McoreEngineConfig):
-    """verl's settings of Megatron, of which `dtype` decides what it computes in, and ours.
+    """verl's settings of Megatron, of which `dtype` decides what it computes in, and ours, as in `PrecisionFSDPConfig`.
 
     The loss scale is Megatron's own, with its settings: `optim.override_optimizer_config`.
-
-    Attributes:
-        send_weight_manifest: As in `PrecisionFSDPConfig`.
     """
 
     send_weight_manifest: bool = False

@@ -1,14 +1,12 @@
 """verl's FSDP engines with loss scaling, FP32 log-probs, verified dtypes, a shadow, router replay and exact weights.
 
-`PrecisionFSDPEngine` overrides each method of verl's once, and the method shows the order of its phases. The phases
-themselves stand in the modules of their subjects; `build.py` has the list of steps that build an engine. verl builds
-and drives our scaler as it does its own. Where its config is not ours, an engine is a `VerlsFSDPEngine`.
+`PrecisionFSDPEngine` overrides each method of verl's once, and the method shows the order of its phases, which stand in
+the modules of their subjects. Where its config is not ours, an engine is a `VerlsFSDPEngine`.
 """
 
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,16 +17,16 @@ from verl.utils.device import get_device_name
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
 from verl_precision.base.dtypes import long, torch_dtype
-from verl_precision.base.errors import ConfigurationError, LossScaleError
+from verl_precision.base.errors import LossScaleError
 from verl_precision.engine.forward_dtypes import ForwardDtypes
 from verl_precision.engine.loss_scaling import diagnosis, load_scaler, save_scaler
 from verl_precision.engine.shadow import ROUNDED_TO, ShadowModel, loss_beside_shadow, rounded_weights
 from verl_precision.engine.step_report import StepReport
 from verl_precision.integration.engine import build
+from verl_precision.integration.engine.build import CPU, NVIDIA, by_config, register_engine
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.engine.measurement import updates_of
 from verl_precision.integration.engine.model_outputs import fp32_outputs
-from verl_precision.integration.engine.registry import CPU, NVIDIA, by_config, register_engine
 from verl_precision.integration.engine.router_replay import RouterReplay
 from verl_precision.integration.engine.weight_export import merged_lora, served_lora, write_export_dtype
 from verl_precision.integration.ledger import wrap_once
@@ -36,10 +34,7 @@ from verl_precision.integration.trainer.checkpoints import adopt_earlier
 
 
 class VerlsFSDPEngine(build.PartsOfEngine):
-    """The mixin before FSDPEngineWithLMHead or FSDPEngineWithValueHead, whose methods `super()` names: verl's path.
-
-    Its build has what works without our config: exact arithmetic, and on a CPU the manifest.
-    """
+    """The mixin before verl's engine: verl's path, with what needs no config of ours: arithmetic, a CPU's manifest."""
 
     engine_config: Any
 
@@ -86,11 +81,7 @@ class PrecisionFSDPEngine:
     # Forward: shadow, router replay, canary, verl's step, verification.
 
     def forward_step(self, micro_batch, loss_function, forward_only):
-        """Do verl's forward step; with `ratio_source=shadow`, every log-prob has the shadow's value.
-
-        Without gradients the shadow alone runs. With gradients both run, and the loss gets log-probs that are the
-        shadow's in value and the training forward's in gradient.
-        """
+        """Do verl's forward step; with `ratio_source=shadow` log-probs are the shadow's, but for their gradient."""
         if self.replay is not None:  # there is no shadow beside it
             return self.replay.step(self.verified_step, micro_batch, loss_function, forward_only)
         ratio_from_shadow = self.engine_config.shadow.ratio_source == "shadow"
@@ -202,48 +193,29 @@ class PrecisionFSDPEngine:
         return both
 
 
-class RefuseFSDP1OnCPU:
-    """FSDP1 cannot broadcast CPU parameters (`sync_module_states=True`): refused by name, not deep inside torch."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        raise ConfigurationError(
-            "FSDP1 cannot wrap CPU parameters",
-            setting="strategy",
-            value="fsdp",
-            allowed="fsdp2 on a CPU",
-            remedy="Set actor_rollout_ref.actor.strategy=fsdp2 (and ref, critic), as scale=cpu does.",
-        )
-
-
 def precision_variant(base: type, name: str, *mixins: type) -> type:
-    """Subclass FSDPEngineWithLMHead or FSDPEngineWithValueHead; further mixins come first in the method resolution."""
+    """Subclass FSDPEngineWithLMHead or FSDPEngineWithValueHead; `mixins` come before verl's path."""
     return by_config(base, name, PrecisionFSDPConfig, PrecisionFSDPEngine, *mixins, VerlsFSDPEngine)
 
 
 def register_nvidia_engines(transformer_impl: ModuleType) -> None:
     """Register our variant of each FSDP engine under (device=cuda, vendor=nvidia)."""
-    for model_type, base in _bases(transformer_impl):
-        engine = precision_variant(base, f"Precision{base.__name__}")
-        for backend in ("fsdp", "fsdp2"):
-            register_engine(engine, model_type, backend, NVIDIA)
+    _register(transformer_impl, "Precision{}", ("fsdp", "fsdp2"), NVIDIA)
 
 
 def register_cpu_engines(transformer_impl: ModuleType) -> None:
-    """Register a CPU variant of each FSDP engine under (device=cpu, vendor=cpu); `strategy=fsdp` is refused there.
-
-    On a CPU, offloading then does without pinned memory, which needs an accelerator. verl offloads every reference.
-    """
+    """Register a CPU variant of each FSDP2 engine under (device=cpu, vendor=cpu); offloading has no pinned memory."""
     wrap_once(transformer_impl.__name__, "CPUOffloadPolicy", _without_pinned_memory)
-    for model_type, base in _bases(transformer_impl):
-        name = f"{base.__name__}OnCPU"
-        register_engine(precision_variant(base, name), model_type, "fsdp2", CPU)
-        register_engine(precision_variant(base, f"Refused{name}", RefuseFSDP1OnCPU), model_type, "fsdp", CPU)
+    _register(transformer_impl, "{}OnCPU", ("fsdp2",), CPU)
 
 
 def _without_pinned_memory(wrapped, instance, args, kwargs):
     return wrapped(pin_memory=False) if get_device_name() == "cpu" else wrapped(*args, **kwargs)
 
 
-def _bases(transformer_impl: ModuleType) -> Iterator[tuple[str, type]]:
-    yield "language_model", transformer_impl.FSDPEngineWithLMHead
-    yield "value_model", transformer_impl.FSDPEngineWithValueHead
+def _register(transformer_impl: ModuleType, name: str, backends: tuple[str, ...], key: tuple[str, str]) -> None:
+    heads = transformer_impl.FSDPEngineWithLMHead, transformer_impl.FSDPEngineWithValueHead
+    for model_type, base in zip(("language_model", "value_model"), heads, strict=True):
+        engine = precision_variant(base, name.format(base.__name__))
+        for backend in backends:
+            register_engine(engine, model_type, backend, key)

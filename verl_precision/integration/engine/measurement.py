@@ -1,8 +1,7 @@
 """The mismatch, measured in the worker while it updates: for bypass mode, and for α and β with a shadow.
 
 The trainer asks for it by a request among a batch's data (`run_monitor.py`). What is measured travels back as
-statistics that merge, not as numbers (`merged_metrics.py`). The seam is `BaseEngine.train_batch`, which every engine of
-verl inherits, and through which each gets its loss function: FSDP, Megatron, VeOmni, TorchTitan, Automodel.
+statistics that merge (`merged_metrics.py`). The seam is `BaseEngine.train_batch`, which every engine of verl inherits.
 """
 
 import functools
@@ -64,10 +63,7 @@ def measure_every_engine(base: ModuleType) -> None:
 
 @dataclass
 class MeasuredUpdates:
-    """Which updates of an engine are measured: the first of each training step for which the trainer asks.
-
-    At the first update the weights are still those the rollout was drawn with: later ones have drifted.
-    """
+    """Which updates are measured: the first of a training step, whose weights are still those of the rollout."""
 
     request: MeasureOrder | None = None  # of the update under way
     steps: int = 0
@@ -117,8 +113,7 @@ def with_metrics(loss_function: Callable, measured: Callable[[Any, Any], Mapping
 def measure(request: MeasureOrder, output: Mapping[str, Tensor], data: Any) -> dict[str, MergedMetric]:
     """Measure one micro-batch; a failure is logged, counted, and costs the numbers of this micro-batch, never the run.
 
-    Log-probs in the model's output are nested, of prompt and response tokens. The keys are the same whether it failed
-    or not: verl merges ranks by the keys of the first.
+    The keys are the same whether it failed or not: verl merges ranks by the keys of the first.
     """
     failed, found = 0.0, dict[str, Any]({MISMATCH: MismatchByVersion(), PHANTOM: PhantomStatistics()})
     if request["mismatch"]:
@@ -177,8 +172,5 @@ def _of_responses(data: Any, field: str) -> list[int]:
 
 
 def ended_by_themselves(response_mask: Tensor, longest_response: int) -> Tensor:
-    """Return [B] bool, the responses that were not cut: those with fewer tokens than the rollout may give them.
-
-    A response that came to an end with the last of these tokens counts as cut. The mask is nested, of whole responses.
-    """
+    """Return [B] bool, the responses that were not cut: those with fewer tokens than the rollout may give them."""
     return response_mask.offsets().diff() < longest_response  # type: ignore[attr-defined]

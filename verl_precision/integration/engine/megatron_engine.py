@@ -1,10 +1,8 @@
 """verl's Megatron engines with overflows that cost an update and not the run, and a weight stream that ends verified.
 
-Megatron has FP16 of its own: its optimizer scales the loss, looks for overflow, keeps FP32 master weights, and its
-checkpoints hold the scale. When it reports an overflow, which a dynamic scale makes by design, verl raises
+Megatron has FP16 of its own. When its optimizer reports an overflow, which a dynamic scale makes by design, verl raises
 `NotImplementedError`. Here the update is skipped and counted, as in our FSDP engine, and the schedule waits for it.
-
-An engine whose config is not `PrecisionMcoreConfig` is verl's own. None of this was run on a GPU.
+None of this was run on a GPU.
 """
 
 import math
@@ -13,9 +11,8 @@ from typing import Any
 
 from verl_precision.base.errors import LossScaleError
 from verl_precision.engine.step_report import StepReport
-from verl_precision.integration.engine.build import PartsOfEngine, digester
+from verl_precision.integration.engine.build import NVIDIA, PartsOfEngine, by_config, digester, register_engine
 from verl_precision.integration.engine.engine_config import PrecisionMcoreConfig
-from verl_precision.integration.engine.registry import NVIDIA, by_config, register_engine
 
 STOP_AFTER = 10  # consecutive skipped updates with the loss scale at its minimum; as in our FSDP engine
 

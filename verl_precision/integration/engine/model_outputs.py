@@ -54,10 +54,7 @@ def fp32_outputs(
 
 
 def kept_tokens(micro_batch: Any, labels_N: Tensor) -> SamplingMask | None:
-    """Return the tokens that each place of a micro-batch was drawn from; None if sampling was not truncated.
-
-    verl's padding samples are copies of another one with one token, which is not trained on: their masks are left out.
-    """
+    """Return the tokens that each place of a micro-batch was drawn from, but of verl's padding; None without masks."""
     if MASK_FIELD not in micro_batch:
         return None
     lengths = micro_batch["input_ids"].offsets().diff().tolist()

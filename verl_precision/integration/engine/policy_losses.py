@@ -1,21 +1,31 @@
-"""The losses under verl's call: `actor.policy_loss.loss_mode=<name of POLICY_LOSSES>`.
+"""The losses under verl's call, and the weights of its rollout-correction step.
 
-verl calls a loss with `old_log_prob`, `log_prob`, `advantages`, `response_mask`, `loss_agg_mode`, `config`,
-`rollout_is_weights`. Which policy `old_log_prob` belongs to depends on the run: that of θ' recomputed by the trainer,
-or, in bypass mode, the rollout's. The worker is not told. So a loss that needs the rollout's asks for a marker in its
-own config, which the presets tie to the setting that decides: `actor.policy_loss.rollout_correction.bypass_mode`.
+`actor.policy_loss.loss_mode=<name of POLICY_LOSSES>`. Which policy verl's `old_log_prob` belongs to depends on the run:
+that of θ' recomputed by the trainer, or, in bypass mode, the rollout's. The worker is not told. So a loss that needs
+the rollout's asks for a marker in its own config, which the presets tie to the setting that decides:
+`actor.policy_loss.rollout_correction.bypass_mode`.
+
+`algorithm.rollout_correction.rollout_is=vp_token_tis|vp_seq_mis|vp_geo_mask|vp_icepop|vp_kpop`: equations (9) and (10),
+and three masks, are levels beside verl's, in the same step and under the same settings, and they arrive at the loss as
+`rollout_is_weights`, as verl's do. docs/math.md says why they are our own.
 """
 
+import math
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from verl_precision.base.errors import ConfigurationError, RegistrationError
+from verl_precision.base.errors import ConfigurationError
+from verl_precision.integration.ledger import already_registered, set_within, wrap_once
 from verl_precision.integration.trainer.merged_metrics import MergedMetric, keep_merged_metrics, metrics_of_loss
 from verl_precision.losses import settings as limits
 from verl_precision.losses.aggregation import Aggregation
+from verl_precision.losses.metrics import weight_statistics
 from verl_precision.losses.registry import LossInputs, PolicyLoss, on_registration
+from verl_precision.losses.rollout_weights import WEIGHT_KINDS
 
 
 def register_losses(core_algos: ModuleType) -> None:
@@ -27,12 +37,7 @@ def register_losses(core_algos: ModuleType) -> None:
         if owner is None:
             core_algos.register_policy_loss(name)(AdaptedLoss(name, entry))
         elif not (isinstance(owner, AdaptedLoss) and owner.entry == entry):
-            where = f"{getattr(owner, '__module__', '?')}.{getattr(owner, '__qualname__', owner)}"
-            raise RegistrationError(
-                f"policy loss {name!r} is already registered with verl by {where}",
-                allowed="one owner per name",
-                remedy="Remove the other package, or run without this one (VERL_USE_EXTERNAL_PLUGINS=none).",
-            )
+            raise already_registered(f"policy loss {name!r}", owner)
 
     if not any(isinstance(owner, AdaptedLoss) for owner in core_algos.POLICY_LOSS_REGISTRY.values()):
         on_registration(register)
@@ -55,12 +60,6 @@ class AdaptedLoss:
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, MergedMetric]]:
         """Call the loss with [B, T] tensors and verl's ActorConfig, whose `global_batch_info` `ppo_loss` has filled."""
-        if config is None:
-            raise ConfigurationError(
-                f"policy loss {self.name!r} was called with config=None",
-                allowed="verl's ActorConfig",
-                remedy=f"Outside verl, call verl_precision.losses.POLICY_LOSSES[{self.name!r}].function with tensors.",
-            )
         needs = self.entry.parameters
         if rollout_is_weights is not None and "rollout_is_weights" not in needs:
             raise ConfigurationError(
@@ -86,3 +85,54 @@ class AdaptedLoss:
         inputs = LossInputs(log_prob, old_log_prob, advantages, response_mask, rollout_is_weights)
         output = self.entry(inputs, limits.LossSettings.from_config(config, needs), aggregation)
         return output.loss, metrics_of_loss(output.metrics)
+
+
+# The log-probs of trainer and rollout whose weights are being made: verl hands their difference on.
+_log_probs: ContextVar[tuple[Tensor, Tensor]] = ContextVar("log_probs")
+
+
+def register_weights(rollout_corr_helper: ModuleType) -> None:
+    """Offer `WEIGHT_KINDS` in verl's rollout-correction step, once; verl's own levels pass through unchanged."""
+    wrap_once(rollout_corr_helper.__name__, "compute_rollout_correction_and_rejection_mask", _with_log_probs)
+    wrap_once(rollout_corr_helper.__name__, "compute_rollout_correction_weights", _with_own_levels)
+
+
+def _with_log_probs(wrapped, instance, args, kwargs):
+    given = dict(zip(("old_log_prob", "rollout_log_prob"), args, strict=False)) | kwargs
+    with set_within(_log_probs, (given["old_log_prob"], given["rollout_log_prob"])):
+        return wrapped(*args, **kwargs)
+
+
+def _with_own_levels(wrapped, instance, args, kwargs):
+    level = kwargs.get("rollout_is", args[2] if len(args) > 2 else None)
+    return (_own_weights if level in WEIGHT_KINDS else wrapped)(*args, **kwargs)
+
+
+def _own_weights(
+    log_ratio: Tensor,
+    response_mask: Tensor,
+    rollout_is: str,
+    rollout_is_threshold: object = None,
+    rollout_is_batch_normalize: bool = False,
+) -> tuple[Tensor, dict[str, float]]:
+    limits.require_plain_weights(rollout_is_batch_normalize, rollout_is)
+    kind = WEIGHT_KINDS[rollout_is]
+    kind.bounds(rollout_is_threshold, limits.WEIGHT_THRESHOLD)
+    policies = _log_probs.get() if kind.of_log_probs else (log_ratio,)
+    weights_BT = kind.weights(*policies, response_mask, rollout_is_threshold)
+    valid_BT = response_mask.bool()
+    rows_B = valid_BT.any(dim=-1)
+    weights, counted = weights_BT, valid_BT
+    if kind.of_responses:  # one weight per response: at every token that counts, and 0 at the others
+        weights, counted = weights_BT.amax(dim=-1), rows_B
+    beyond = weights == 0
+    if kind.bounds is limits.require_threshold:  # what has a tiny ratio has a weight of 0 too
+        log_of = torch.where(valid_BT, log_ratio, 0)
+        log_of = log_of.sum(dim=-1, dtype=torch.float64) if kind.of_responses else log_of
+        beyond = log_of > math.log(limits.require_threshold(rollout_is_threshold))
+    statistics = weight_statistics(weights, counted & weights.isfinite())
+    numbers = {name.replace("actor/is_weight", "rollout_is"): item.value() for name, item in statistics.items()}
+    metrics = {name: number for name, number in numbers.items() if not math.isnan(number)}
+    metrics["rollout_is_beyond_fraction"] = (beyond & counted).sum().item() / max(int(counted.sum()), 1)
+    metrics["rollout_is_nonfinite_responses"] = float((weights_BT.isnan().any(dim=-1) & rows_B).sum())
+    return weights_BT, metrics

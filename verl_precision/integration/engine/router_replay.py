@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from verl.utils import tensordict_utils as tu
 
-from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.router_replay import ReplayedRouters, known_tokens, routing_agreement, without_padding
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.engine.measurement import with_metrics
@@ -27,13 +26,6 @@ class RouterReplay:
 
     def __init__(self, module: nn.Module, config: PrecisionFSDPConfig) -> None:
         """Find the routers of a model that is not sharded yet, which would replace the modules' classes."""
-        if config.shadow.enabled:
-            raise ConfigurationError(
-                "the shadow would choose experts of its own",
-                setting="fsdp_config.shadow",
-                allowed="no shadow beside router_replay",
-                remedy="Set shadow.every_n_steps=0 and ratio_source=training.",
-            )
         self._mode = config.router_replay.mode
         self._routers = ReplayedRouters(module)
 

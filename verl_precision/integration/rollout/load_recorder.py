@@ -11,8 +11,7 @@ from torch import nn
 from verl_precision.weight_sync.manifest import integers
 from verl_precision.weight_sync.verify import LayerRecord, fresh_parameter, layers_with_parameters, not_built
 
-# Methods, by class name, that change no parameter after loading on an accelerator, so that parameters can be compared
-# as they are. Others (quantised ones) are not verified, and counted.
+# Methods, by class name, that change no parameter after loading on an accelerator; others are counted, not verified.
 _COMPARABLE_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType"}
 _EXPERTS_METHOD = "UnquantizedFusedMoEMethod"
 # Its kernels that compute with expert weights as they were loaded: vLLM's choice on H100. The others shuffle them.
@@ -36,8 +35,7 @@ def choose_layers(
 ) -> set[str]:
     """Choose the layers to verify in this sync: the first, the last, and a window that moves on with every sync.
 
-    Every accepted layer is chosen within a bounded number of syncs. The budget is the largest number of parameter
-    elements in the window; one layer that is larger is verified beside it.
+    The budget is the most parameter elements in the window; one layer that is larger is verified beside it.
     """
     layers = {name: layer for name, layer in layers_with_parameters(model).items() if accept(layer)}
     sizes = {name: sum(p.numel() for p in layer.parameters(recurse=False)) for name, layer in layers.items()}
@@ -47,11 +45,9 @@ def choose_layers(
     start = int(sync_index * 0.618033988749895 * len(names)) % max(1, len(names))
     spent, larger = 0, False
     for name in names[start:] + names[:start]:
-        if name in chosen:
-            continue
-        if sizes[name] > budget and not larger:
+        if sizes[name] > budget and name not in chosen and not larger:
             larger = True
-        elif spent + sizes[name] <= budget:
+        elif name not in chosen and spent + sizes[name] <= budget:
             spent += sizes[name]
         else:
             continue
@@ -63,8 +59,7 @@ def choose_layers(
 def record_loads(model: nn.Module, layers: set[str]) -> Iterator[dict[str, LayerRecord]]:
     """Load the named layers' parameters twice inside the block: the live ones, and others to compare them with.
 
-    What is sent is read while it is there, since transfer buffers are reused, and nothing of it is kept but this rank's
-    part in the rollout's dtype. Yields layer name -> what the layer was sent, filled while loading.
+    Yields layer name -> what the layer was sent, filled while loading: transfer buffers are reused.
     """
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 

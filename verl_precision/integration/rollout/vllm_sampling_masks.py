@@ -1,9 +1,7 @@
 """verl's vLLM server, which says on request which tokens sampling kept at each place of a response.
 
 vLLM returns the most probable tokens of each place with their processed log-probs, which are -inf for tokens that
-top-k, top-p and min-p dropped. Any vLLM does, on GPUs and on a CPU; its own `return_sampling_mask` needs a newer one,
-and the model runner that a CPU does not have. That all kept tokens were returned is checked: their probabilities sum
-to 1.
+top-k, top-p and min-p dropped. That all kept tokens were returned is checked: their probabilities sum to 1.
 """
 
 from collections.abc import AsyncIterator

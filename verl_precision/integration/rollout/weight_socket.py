@@ -1,9 +1,8 @@
 """A weight socket of its own for each run: two runs on one host must not load each other's weights.
 
-verl's trainer sends the weights to vLLM through a UNIX socket in /tmp, named after the Ray job. The first job of every
-Ray cluster has the same name, 01000000. So two runs on one host, each with a Ray of its own, would share one path. The
-driver therefore chooses a name before Ray starts, and both ends find it in their environment. In a Ray that was there
-before, neither end has it, and the job's name is unique.
+verl's trainer sends the weights to vLLM through a UNIX socket in /tmp, named after the Ray job, and the first job of
+every Ray has the same name. The driver therefore chooses a name before Ray starts, and both ends find it in their
+environment. In a Ray that was there before, neither end has it, and the job's name is unique.
 """
 
 import os

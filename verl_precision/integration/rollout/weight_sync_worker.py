@@ -8,7 +8,6 @@ import logging
 import time
 import traceback
 import weakref
-from collections import Counter
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -19,8 +18,7 @@ from verl.workers.rollout.vllm_rollout import utils as verl_vllm
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from verl_precision.base.errors import WeightSyncError
-from verl_precision.integration.cpu.vllm_on_cpu import bind_again
-from verl_precision.integration.cpu.vllm_reload import layerwise_reload
+from verl_precision.integration.cpu.vllm_on_cpu import bind_again, layerwise_reload
 from verl_precision.integration.rollout.load_recorder import choose_layers, comparable, record_loads
 from verl_precision.integration.rollout.sync_under_way import Sync
 from verl_precision.integration.rollout.weight_socket import own_path
@@ -104,8 +102,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         for problem in problems:
             logger.error("weight sync %d: %s", self._sync_index, problem)
         if problems:
-            more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-            shown = "; ".join(problems[:_SHOWN] + more)
+            shown = "; ".join(problems[:_SHOWN] + [f"and {len(problems) - _SHOWN} more"] * (len(problems) > _SHOWN))
             raise WeightSyncError(f"Weight sync {self._sync_index} did not take: {shown}. {SYNC_HELP}")
 
     def _update_weights(self, weights: list[tuple[str, Tensor]], peft_config: dict, base_sync_done: bool) -> None:
@@ -149,10 +146,6 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
 
     def _arrival_problems(self, sync: Sync) -> list[str]:
         dtype = self.model_runner.vllm_config.model_config.dtype
-        if self._sync_index == 0:
-            kinds = Counter(map(manifest.dtype_name, sync.received.values()))
-            came = ", ".join(f"{count} in {kind}" for kind, count in kinds.most_common())
-            logger.info("first weight sync: %s arrived; the rollout holds %s", came, manifest.dtype_name(dtype))
         start, lost = time.perf_counter(), []
         if sync.digests is not None and sync.sent is None:
             lost = ["the manifest: announced by the trainer, never received"]

@@ -38,7 +38,7 @@ class TrainerCanary:
     """The canary of one run."""
 
     def __init__(self, trainer: Any) -> None:
-        """Read from a trainer's config what the two engines compute in, and whether the rollout serves an adapter."""
+        """Read from a trainer's config what the two engines compute in."""
         self._trainer, config = trainer, trainer.config
         self.settings = settings = canary_settings(config)
         dtypes = _dtype(engines(config)[0].compute), _dtype(rollout_dtype(config))
@@ -98,7 +98,6 @@ class TrainerCanary:
             special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
             self._tokens = canary_tokens(len(tokenizer), special, self.settings.sequences, self.settings.tokens)
         # A prompt of its own, asked once a sync: if a part of it comes from a cache, that was filled before the sync.
-        # (Requests for prompt log-probs do not read the cache.)
         once = {"prompt_ids": self._tokens[0].flip(0).tolist(), "sampling_params": {"max_tokens": 1}}
         sampling: dict[str, Any] = {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0}
         if self._continued:
@@ -133,9 +132,7 @@ class TrainerCanary:
     def judge(self, workers: Any) -> dict[str, float]:
         """Score the same tokens with the weights of verl's actor workers, still those that were sent, and compare.
 
-        Returns the metrics of `CanaryVerdict` and `weight_sync/seconds`, the time that the canary took from the
-        trainer; empty if no replica was asked. With `action=stop` a `WeightSyncError` is raised if a replica does not
-        answer or its log-probs are not the trainer's.
+        Returns metrics, empty if no replica was asked; with `action=stop` a `WeightSyncError` is raised on proof.
         """
         outputs, self._outputs = self._outputs, {}
         problems, self._problems = self._problems, []
@@ -175,7 +172,6 @@ class TrainerCanary:
         return tokens, torch.tensor(log_probs) if all(log_probs) else None
 
     def _trainer_log_probs(self, workers: Any, tokens: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Return log π of what each replica scored."""
         if not self._continued:  # the same tokens for all
             return dict.fromkeys(tokens, _log_probs(workers, self._tokens, self._rounded_to))
         written = _log_probs(workers, torch.cat(list(tokens.values())), self._rounded_to)[:, -self._continued :]
@@ -199,10 +195,9 @@ def _coarser(config: DictConfig, train: torch.dtype, rollout: torch.dtype) -> st
 
 
 def _log_probs(workers: Any, tokens: Tensor, rounded_to: str | None) -> Tensor:
-    """Return the trainer's log π of all tokens but the first, at temperature 1, float32 [S, T - 1].
+    """Return log π of all tokens but the first, float32 [S, T - 1], perhaps with weights in the rollout's dtype.
 
-    With weights rounded to the rollout's dtype, if that is given: a loss by rounding is no wrong sync. verl splits a
-    batch evenly over its ranks, so sequences are repeated until every rank has as many.
+    verl splits a batch evenly over its ranks, so sequences are repeated until every rank has as many.
     """
     sequences, length = tokens.shape
     per_rank = -(-sequences // workers.world_size)

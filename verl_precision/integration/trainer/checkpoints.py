@@ -1,15 +1,13 @@
 """Checkpoints that earlier starts have left: which are complete, which one a run goes on from, and which may go.
 
-verl goes on from the one that `latest_checkpointed_iteration.txt` names. It writes that file in place, after all the
-rest: a run that is killed leaves it empty or old, and a missing one, or one that names a folder that is gone, has verl
-begin from scratch. And each start of verl forgets the checkpoints of the former ones, so that they are never removed.
+verl goes on from the one that `latest_checkpointed_iteration.txt` names. A run that is killed leaves it empty or old,
+and a missing one, or one that names a folder that is gone, has verl begin from scratch. And each start of verl forgets
+the checkpoints of the former ones, so that they are never removed.
 
 A checkpoint is complete where verl has written all of it: for each role (actor, critic) a file of each rank for each
 content that is loaded, then `data.pt`. All are ZIP archives of `torch.save`, whose directory stands at the end: half a
 file has none. In asynchronous modes the prompts under way follow in `transfer_queue`, which appears whole.
-
-verl keeps the newest `trainer.max_actor_ckpt_to_keep` checkpoints. When somebody reads an alarm, those may all be from
-after the reward fell. A file `KEEP` in a checkpoint's folder spares it.
+A file `KEEP` in a checkpoint's folder spares it.
 """
 
 import logging
@@ -45,20 +43,15 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def keep_checkpoint_before(step: int, folder: Path) -> Path | None:
-    """Mark a folder's newest checkpoint before the step with which trouble began; if all are later, the oldest.
-
-    Returns the checkpoint that is marked now, or None where there is none or it was marked before.
-    """
+def keep_checkpoint_before(step: int, folder: Path) -> None:
+    """Mark a folder's newest checkpoint before the step with which trouble began; if all are later, the oldest."""
     if not (found := checkpoints_in(folder)):
-        return None
+        return
     checkpoint = found[max((number for number in found if number < step), default=min(found))]
-    mark = checkpoint / MARK
-    if mark.exists():
-        return None
-    write_file(mark, f"An alarm has its evidence from step {step} on. This checkpoint stays while this file is here.\n")
-    logger.warning("%s stays on the disk: it is the last checkpoint before the first sign of trouble", checkpoint)
-    return checkpoint
+    if not (mark := checkpoint / MARK).exists():
+        words = f"An alarm has its evidence from step {step} on. This checkpoint stays while this file is here.\n"
+        write_file(mark, words)
+        logger.warning("%s stays on the disk: it is the last checkpoint before the first sign of trouble", checkpoint)
 
 
 def is_complete(checkpoint: Path, contents: Iterable[str] = tuple(_FILES), roles: Iterable[str] = ("actor",)) -> bool:
@@ -79,20 +72,16 @@ def _whole(folder: Path) -> set[str]:
 def mend_tracker(config: DictConfig) -> None:
     """Have verl go on from the newest complete checkpoint, where its tracker names none; say so.
 
-    A tracker that names a complete checkpoint is left alone, and so are runs that do not resume by it, or have other
-    engines than FSDP. Without tracker and complete checkpoint, a run begins from scratch, and this says beside which.
-
-    Raises:
-        CheckpointStateError: There is a tracker, and no complete checkpoint: verl would stop, or begin from scratch.
+    Without tracker and complete checkpoint, a run begins from scratch, and this says beside which; with a tracker alone
+    it is refused. Runs that do not resume by it, or have other engines than FSDP, are left alone.
     """
     actor, folder = config.actor_rollout_ref.actor, Path(config.trainer.default_local_dir)
     if config.trainer.resume_mode != "auto" or actor.strategy not in FSDP:
         return
     found, tracker = checkpoints_in(folder), folder / TRACKER
     roles = [engine.role for engine in engines(config) if engine.trains]
-    said = read_state(
-        tracker, lambda text: text.strip()[:_SHOWN], "Remove it: the newest complete checkpoint is found."
-    )
+    way_out = "Remove it: the newest complete checkpoint is found."
+    said = read_state(tracker, lambda text: text.strip()[:_SHOWN], way_out)
     complete = [step for step, path in found.items() if is_complete(path, actor.checkpoint.load_contents, roles)]
     if said and said in map(str, complete):
         return
@@ -120,10 +109,8 @@ def mend_tracker(config: DictConfig) -> None:
 def adopt_earlier(checkpoint_manager: Any, local_path: str, keep: int | None) -> None:
     """Have verl's checkpoint manager remember the checkpoints of earlier starts, which it removes in its usual order.
 
-    Those of steps before the one that is to be saved, in `local_path`; incomplete ones go first. Those with a file
-    `KEEP` stay: verl removes only what it remembers. The newest complete one, from which a run would go on, outlives
-    the saving of the next: with `keep=1`, where verl removes what it remembers as soon as the new shards are there, it
-    is not remembered yet. Where verl keeps all (`keep=None`), nothing happens.
+    Incomplete ones go first; those with a file `KEEP` stay. The newest complete one, from which a run would go on,
+    outlives the saving of the next: with `keep=1` verl removes what it remembers as soon as the new shards are there.
     """
     new = Path(local_path).absolute()
     if not keep or not (name := STEP.match(new.parent.name)):

@@ -1,7 +1,4 @@
-"""What the driver of a run does beside asking the rules: name the run, own its folder, hear signals, hand over.
-
-`check/preflight.py` calls it at Hydra's moments.
-"""
+"""What `check/preflight.py` has the driver do at Hydra's moments: name the run, own its folder, hear signals."""
 
 import os
 from functools import partial
@@ -57,10 +54,7 @@ class Driver:
 
 
 def follow_platform(config: DictConfig) -> None:
-    """Make verl's platform in this process the one the config asks for.
-
-    Importing `verl.trainer.main_ppo` resolves verl's platform before any config exists: without accelerator, `nvidia`.
-    """
+    """Make verl's platform in this process the config's: it was chosen before any config existed."""
     if config.trainer.device != "cpu":
         return
     from verl.plugin.platform import get_platform, set_platform

@@ -1,9 +1,8 @@
-"""Histograms and tables for those of verl's loggers that can show them; docs/metrics.md says which.
+"""Histograms and tables for W&B and TensorBoard: verl hands its loggers numbers alone.
 
-verl hands its loggers numbers alone. A logger that fails costs a line in the log, and neither the run nor the others.
+A logger that fails costs a line in the log, and neither the run nor the other logger.
 """
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -43,8 +42,8 @@ def _show(tracking: Any, ways: Mapping[str, Callable[..., None]], name: str, *sh
             logger.warning("%s could not show %s: %r; training goes on, without it", backend, name, error)
 
 
-def _like_wandb(library: Any, name: str, edges: np.ndarray, counts: np.ndarray, step: int) -> None:
-    library.log({name: library.Histogram(np_histogram=(counts, edges))}, step=step)
+def _wandb_histogram(wandb: Any, name: str, edges: np.ndarray, counts: np.ndarray, step: int) -> None:
+    wandb.log({name: wandb.Histogram(np_histogram=(counts, edges))}, step=step)
 
 
 def _tensorboard_histogram(adapter: Any, name: str, edges: np.ndarray, counts: np.ndarray, step: int) -> None:
@@ -53,16 +52,6 @@ def _tensorboard_histogram(adapter: Any, name: str, edges: np.ndarray, counts: n
     numbers = {key: float(value) for key, value in {"min": edges[0], "max": edges[-1], **moments}.items()}
     bins = {"bucket_limits": edges[1:].tolist(), "bucket_counts": counts.tolist()}
     adapter.writer.add_histogram_raw(name, **numbers, **bins, global_step=step)
-
-
-def _mlflow_histogram(_: Any, name: str, edges: np.ndarray, counts: np.ndarray, step: int) -> None:
-    bins = zip(edges.tolist(), edges[1:].tolist(), counts.tolist(), strict=False)
-    _mlflow_table(_, name, ["from", "to", "count"], [list(each) for each in bins if each[2]], step)
-
-
-def _swanlab_histogram(swanlab: Any, name: str, edges: np.ndarray, counts: np.ndarray, step: int) -> None:
-    bars = swanlab.echarts.Bar().add_xaxis([f"{edge:.3g}" for edge in edges[:-1]]).add_yaxis("count", counts.tolist())
-    swanlab.log({name: bars}, step=step)
 
 
 def _wandb_table(wandb: Any, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
@@ -75,36 +64,9 @@ def _tensorboard_table(adapter: Any, name: str, columns: list[str], rows: list[l
     adapter.writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
 
 
-def _mlflow_table(_: Any, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
-    """Log an artifact of its own, as verl does with responses: `mlflow.log_table` would read and write all steps."""
-    import mlflow
-
-    mlflow.log_text(json.dumps({"columns": columns, "data": rows}), f"{name}/step_{step}.json")
-
-
-def _swanlab_table(swanlab: Any, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
-    swanlab.log({name: swanlab.echarts.Table().add(headers=columns, rows=rows)}, step=step)
-
-
-def _trackio_table(adapter: Any, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
-    adapter.trackio.log({name: adapter.trackio.Table(columns=columns, data=rows)}, step=step)
-
-
-# How each is handed over, by verl's name of the logger: (verl's adapter, name, edges or columns, counts or rows, step).
-HISTOGRAMS: dict[str, Callable[..., None]] = {
-    "wandb": _like_wandb,
-    "tensorboard": _tensorboard_histogram,
-    "mlflow": _mlflow_histogram,
-    "swanlab": _swanlab_histogram,
-    "trackio": lambda adapter, *shape: _like_wandb(adapter.trackio, *shape),
-}
-TABLES: dict[str, Callable[..., None]] = {
-    "wandb": _wandb_table,
-    "tensorboard": _tensorboard_table,
-    "mlflow": _mlflow_table,
-    "swanlab": _swanlab_table,
-    "trackio": _trackio_table,
-}
+# By verl's name of the logger: (verl's adapter, name, edges or columns, counts or rows, step).
+HISTOGRAMS: dict[str, Callable[..., None]] = {"wandb": _wandb_histogram, "tensorboard": _tensorboard_histogram}
+TABLES: dict[str, Callable[..., None]] = {"wandb": _wandb_table, "tensorboard": _tensorboard_table}
 
 
 def _occupied(edges: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -2,8 +2,7 @@
 
 `ppo_loss` forces MEAN on everything a policy loss returns, and the reduction over ranks is a class method of `Metric`
 that no subclass can change. Both are wrapped: micro-batches, ranks and mini-batches of a `MergedMetric` are merged
-before a number is made of them. The updates between two weight syncs are merged by `run_monitor.py`, which takes the
-statistics instead of numbers (`statistics_kept`).
+before a number is made of them. `run_monitor.py` takes statistics instead of numbers (`statistics_kept`).
 """
 
 from collections.abc import Iterable, Mapping

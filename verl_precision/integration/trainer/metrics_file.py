@@ -1,17 +1,14 @@
 """verl's metrics file over all starts of a run.
 
 verl empties the file of `trainer.logger=[file]` at each start. Under the trainers of `trainers.py` it is one series:
-rows up to the checkpoint stay, and later ones, of steps that are done again, move to `<file>.superseded`. verl writes a
-step's row after its checkpoint; a run that is killed in between finds the row in `<file>.pending`.
+rows up to the checkpoint stay, and later ones, of steps that are done again, move to `<file>.superseded`.
 """
 
 import json
 import math
 import os
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +22,6 @@ _resumed_at: ContextVar[int | None] = ContextVar("resumed_at", default=None)
 def series_goes_on(step: int) -> AbstractContextManager[None]:
     """Return a block in which a metrics file that is opened keeps its rows up to the checkpoint's step (0: none)."""
     return set_within(_resumed_at, step)
-
-
-def remember_row(loggers: Any, step: int, metrics: Mapping[str, Any]) -> None:
-    """Put a step's numbers, as far as known, where the next start finds them if the run dies before it logs them.
-
-    Without a file logger in `loggers`, verl's `Tracking`, nothing happens.
-    """
-    if file := loggers.logger.get("file"):
-        numbers = numbers_in(metrics).items()
-        data = {key: value if math.isfinite(value) else None for key, value in numbers}  # as verl writes it
-        write_file(_pending(file), json.dumps({"step": step, "data": data}) + "\n", replace=True)
-
-
-def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return those of a step's metrics that are numbers."""
-    return {key: float(value) for key, value in metrics.items() if isinstance(value, Real)}
-
-
-def forget_row(loggers: Any) -> None:
-    """Remove what `remember_row` left, when the run has ended well."""
-    if file := loggers.logger.get("file"):
-        _pending(file).unlink(missing_ok=True)
 
 
 @wrapping("FileLogger.__init__")
@@ -67,7 +42,7 @@ def keep_metrics(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
         with _beside(path, "superseded").open("ab") as file:
             file.write(superseded)
     if kept:
-        write_file(pending, kept, replace=True)  # verl empties the file
+        write_file(pending, kept, replace=True)  # verl empties the file, and the start may be killed then
     wrapped(*args, **kwargs)
     instance.fp.write(kept)
     pending.unlink(missing_ok=True)
@@ -92,10 +67,6 @@ def _step(line: bytes) -> float:
     except (ValueError, LookupError, TypeError, RecursionError):
         return math.inf
     return step if isinstance(step, int) or isinstance(step, float) and step == step else math.inf
-
-
-def _pending(file: Any) -> Path:
-    return _beside(Path(file.filepath), "pending")
 
 
 def _beside(path: Path, suffix: str) -> Path:

@@ -5,6 +5,8 @@ it, and batches are sorted by them: the preset `repeatable=bitwise` chooses `Sor
 The agent loop seeds each request by its prompt's name (`rollout.custom.seeded`). See docs/repeatable.md.
 """
 
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
@@ -12,27 +14,18 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl_precision.integration.ledger import require_feature
 
 
-class _Names:
-    """What verl's trainer takes for the module `uuid`: names of step and place, the same in each run."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._step, self._named = -1, 0
-
-    def uuid4(self) -> str:
-        """Return the next name of the trainer's step."""
-        if self._step != self._trainer.global_steps:
-            self._step, self._named = self._trainer.global_steps, 0
-        self._named += 1
-        return f"{self._step:08d}x{self._named:06d}"
-
-
 def name_prompts(trainer: Any) -> None:
     """Have verl name the prompts of this process's trainer, of which it has one, by step and place."""
     from verl.trainer.ppo.v1 import trainer_base
 
     require_feature("repeatable")
-    trainer_base.uuid = _Names(trainer)
+    named = Counter[int]()  # by step
+
+    def name() -> str:
+        named[trainer.global_steps] += 1
+        return f"{trainer.global_steps:08d}x{named[trainer.global_steps]:06d}"
+
+    trainer_base.uuid = SimpleNamespace(uuid4=name)
 
 
 class SortedReplayBuffer(ReplayBuffer):

@@ -1,7 +1,7 @@
 """The trainer callback that measures the mismatch, judges it, shows it and remembers it (`trainers.py`).
 
-In decoupled mode verl has recomputed the trainer's log-probs already, so that the driver measures without an extra
-forward. In bypass mode, and wherever a shadow splits the gap, the worker measures in an update (`measurement.py`).
+In decoupled mode verl has recomputed the trainer's log-probs, and the driver measures. In bypass mode, and wherever a
+shadow splits the gap, the worker measures in an update (`measurement.py`).
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,16 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from verl_precision.base.dtypes import EXACT
 from verl_precision.base.errors import MismatchAlarmError
 from verl_precision.base.files import write_file
 from verl_precision.base.mergeable import Count, Mean, Statistic, merge_by_name
 from verl_precision.base.state import read_state
 from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype
-from verl_precision.engine.arithmetic_choice import IN_CONFIG
 from verl_precision.integration.engine import measurement
 from verl_precision.integration.engine.measurement import CANDIDATES, MISMATCH, PHANTOM, TURNS
 from verl_precision.integration.trainer.batch_fields import fetch, put, real_rows
 from verl_precision.integration.trainer.logger_tables import log_histograms, log_table
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
-from verl_precision.integration.trainer.metrics_file import numbers_in
 from verl_precision.integration.trainer.session_advantages import advantages_by_session
 from verl_precision.losses.clipping import Ratio, clip_range
 from verl_precision.losses.registry import ratio_of
@@ -39,7 +37,6 @@ from verl_precision.mismatch.candidates import Candidates, lot_of
 from verl_precision.mismatch.remedies import remedies_in_use
 from verl_precision.mismatch.settings import settings_of
 from verl_precision.mismatch.staleness import MismatchByVersion, beta_of_current_version
-from verl_precision.mismatch.statistics import MismatchStatistics
 from verl_precision.mismatch.turns import MismatchByTurn
 
 ALARM_FILE, STEP_METRICS = "mismatch_alarm.json", "step_metrics.json"
@@ -50,16 +47,7 @@ logger = logging.getLogger("verl_precision.mismatch")
 
 
 class RunMonitor:
-    """Measures, judges and remembers for one run.
-
-    What is measured is kept as statistics until the step ends: a step of separate_async has several updates, whose
-    numbers verl would combine by their names.
-
-    Attributes:
-        candidates: Responses of the step whose tokens may be kept (`mismatch.keep_tokens`).
-        masks: Of the step's responses, by verl's key, the mask as it is before verl's rejection (`rollout_rs`).
-        memories: What others remember of a run, beside the alarm's memory: name -> `state()` and `load(state)`.
-    """
+    """Measures, judges and remembers for one run; what is measured stays statistics until the step ends."""
 
     def __init__(self, trainer: Any) -> None:
         """Read from a trainer's config what decides where to measure, and what."""
@@ -85,13 +73,10 @@ class RunMonitor:
             keep=settings.keep_tokens,
         )
         self.alarm = MismatchAlarm(settings.alarm, _in_use(config, ratio, correction))
-        # The least share of equal log-probs that exact arithmetic promises; in FP32 an order of sums may show.
-        least = 0.98 if engines(config)[0].compute == "fp32" else 1.0
-        self._least_equal = least if OmegaConf.select(config, IN_CONFIG) == EXACT else 0.0
         self.first_alarm_step: int | None = None  # first step of the evidence of the alarms that the last step raised
-        self.candidates = Candidates(settings.keep_tokens)
-        self.masks: dict[str, Tensor] = {}
-        self.memories: dict[str, Any] = {}
+        self.candidates = Candidates(settings.keep_tokens)  # responses of the step whose tokens may be kept
+        self.masks: dict[str, Tensor] = {}  # by verl's key of a response, its mask before verl's rejection
+        self.memories: dict[str, Any] = {}  # of others, to be saved with the alarm's: name -> `state()`, `load(state)`
         self._mask: Any = None
         self._sets: dict[str, Any] = {}
         self._losses: dict[str, Statistic] = {}
@@ -115,7 +100,6 @@ class RunMonitor:
     def _compute_metrics(
         self, proceed: Any, batch: Any, metrics: Any, *args: Any, global_steps: int, **more: Any
     ) -> None:
-        """Raise the error that is to end the run, if one is (`on_alarm=stop`)."""
         proceed(batch, metrics, *args, global_steps=global_steps, **more)
         self.add_metrics(metrics)
         stop = self.judge(global_steps, metrics)
@@ -171,10 +155,7 @@ class RunMonitor:
         self._losses = merge_by_name([self._losses, found])
 
     def ask_the_worker(self, batch: Any, step: int, updates: int) -> None:
-        """Have the next update measured where the driver cannot.
-
-        After an update since the last sync (`updates`), no response is of the weights that score it.
-        """
+        """Have the next update measured where the driver cannot; after other `updates` no response is current."""
         if not (self.in_worker or self.shadowed):
             return
         batch.extra_info[measurement.REQUEST] = self.request
@@ -200,26 +181,15 @@ class RunMonitor:
         found = [key for key, value in metrics.items() if isinstance(value, Statistic)]
         self._losses = merge_by_name([self._losses, {key: metrics.pop(key) for key in found}])
 
-    def measured(self) -> dict[str, float]:
-        """Return the metrics of all updates of the step so far; what is undefined on them is absent."""
+    def add_metrics(self, metrics: MutableMapping[str, Any]) -> None:
+        """Add what all updates of a step have measured to its metrics; what is undefined on them is absent."""
         numbers = {key: statistic.value() for key, statistic in self._losses.items()}
         failed = self._failures + int(numbers.pop(names.ACTOR + measurement.FAILED, 0))
-        found = {key: value for key, value in numbers.items() if not math.isnan(value)}
+        metrics.update({key: value for key, value in numbers.items() if not math.isnan(value)})
         for part in self._sets.values():
-            found |= part.metrics()
-        return {**found, names.FAILED_MEASUREMENTS: failed}
-
-    def add_metrics(self, metrics: MutableMapping[str, Any]) -> None:
-        """Add what was measured to the metrics of the step, which ends."""
-        metrics.update(self.measured())
+            metrics.update(part.metrics())
+        metrics[names.FAILED_MEASUREMENTS] = failed
         self._losses, self._failures = {}, 0
-        mismatch = self._sets.get(MISMATCH)
-        current = mismatch.groups.get(0, MismatchStatistics()).metrics() if mismatch is not None else {}
-        share = current.get("mismatch/equal_fraction", 1.0)
-        if share < self._least_equal:
-            self._least_equal = 0.0  # said once
-            text = "arithmetic=exact, and only %.2f%% of current log-probs are equal: one engine rounds otherwise"
-            logger.warning(text + ". verl-precision explain --recipe says at which operation", 100 * share)
 
     def take_candidates(self) -> tuple[Candidates, dict[str, Tensor]]:
         """Return the step's candidates, and the masks of its responses; both begin anew."""
@@ -227,10 +197,7 @@ class RunMonitor:
         return found
 
     def judge(self, step: int, metrics: MutableMapping[str, Any]) -> MismatchAlarmError | None:
-        """Feed the alarm, say what it raises, and return the error that is to end the run, if one is.
-
-        `alarm/active_count` and `timing_s/mismatch` are added to the step's metrics.
-        """
+        """Feed the alarm, say what it raises, and return the error that is to end the run, if one is."""
         stop, start = None, time.perf_counter()
         self._raised = self.alarm.update(step, metrics)
         self.first_alarm_step = min((alarm.since_step for alarm in self._raised), default=None)
@@ -254,7 +221,8 @@ class RunMonitor:
         """Write the alarm's memory beside a checkpoint, and the finite numbers of its step, for the model card."""
         state = self.alarm.state_dict() | {name: memory.state() for name, memory in self.memories.items()}
         write_file(folder / ALARM_FILE, json.dumps(state), replace=True)
-        finite = {key: value for key, value in numbers_in(metrics).items() if math.isfinite(value)}
+        numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, Real)}
+        finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
         write_file(folder / STEP_METRICS, json.dumps(finite), replace=True)
 
     def load(self, folder: Path) -> None:

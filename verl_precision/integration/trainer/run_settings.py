@@ -1,8 +1,7 @@
 """The settings that make a run another one, those of them that are not at their default, and its files' content.
 
 Two runs are the same where each setting that both know is equal, and one that only one of them knows has its default:
-verl and this package may get new settings between two starts. A default is that of verl's own `ppo_trainer`, or of the
-class that a block's `_target_` names; a setting without a known one has null for it.
+verl may get new settings between two starts. A default is that of verl's own `ppo_trainer`, else null.
 """
 
 import copy
@@ -18,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pydantic
-from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
-from pydantic.fields import FieldInfo
 
 from verl_precision.base.content import content_digest, weight_files
 from verl_precision.base.errors import ConfigurationError
@@ -37,38 +34,22 @@ _SCRATCH = "default_of_a_setting"
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunSettings:
-    """A run, as its config has it or as its folder's record does.
+    """A run, as its config has it or as its folder's record does."""
 
-    The digest is written last: where a record was cut short, it is missing or no digest.
-
-    Attributes:
-        settings: Every setting that counts, resolved, by its full name.
-        chosen: Those that have not their default.
-        content: Digest of the files that a setting names, where they are on this machine.
-        replaced_by_presets: The words of the command that presets have replaced, for people: presets=win.
-        digest: Eight digits of what is chosen and of the local files' content, for the folder's name.
-    """
-
-    settings: dict[str, Any]
-    chosen: list[str]
-    content: dict[str, str]
-    replaced_by_presets: Any = None
+    settings: dict[str, Any]  # every setting that counts, resolved, by its full name
+    chosen: list[str]  # those that have not their default
+    content: dict[str, str]  # digest of the files that a setting names, where they are on this machine
+    replaced_by_presets: Any = None  # the words of the command that presets have replaced, for people: presets=win
+    # Of what is chosen, for the folder's name. Written last: where a record was cut short, it is missing or no digest.
     digest: str = pydantic.Field(pattern=r"^[0-9a-f]{8}$")
 
     @classmethod
     def from_config(cls, config: DictConfig) -> "RunSettings":
-        """Return the settings that make a run.
-
-        Raises:
-            ConfigurationError: If files that it names cannot be read, or a `_target_` cannot be imported.
-        """
-        parts = _parts(config, resolve=True)
-        settings, written = _same_names(_plain(_flat(parts))), dict(_flat(_parts(config, resolve=False)))
-        defaults = _same_names(_defaults(config, parts))
+        """Return the settings that make a run; a `ConfigurationError` if files that it names cannot be read."""
+        settings = _same_names(_plain(_flat(_parts(config, resolve=True))))
         content = {name: digest for name, value in settings.items() if (digest := _content(name, value)) is not None}
-        local = {name for name in content if all(_local(path).exists() for path in _paths(settings[name]))}
-        chosen = local.union(_chosen(config, settings, written, defaults))
-        named = {name: content[name] if name in local else settings[name] for name in chosen}
+        chosen = {*content, *_chosen(config, settings)}
+        named = {name: content.get(name, settings[name]) for name in chosen}
         replaced = OmegaConf.select(config, "presets.replaced")
         return cls(
             settings=dict(sorted(settings.items())),
@@ -80,17 +61,11 @@ class RunSettings:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "RunSettings":
-        """Return the run of a record of `run_identity`, but for settings that are ignored today.
-
-        Raises:
-            TypeError, ValueError: If it is none.
-        """
+        """Return the run of a record of `run_identity`."""
         read = cls(**record)
         if lost := {*read.chosen, *read.content} - read.settings.keys():
             raise ValueError(f"it has no setting {min(lost)}, which it names")
-        settings = {k: v for k, v in read.settings.items() if IGNORED_SETTINGS.isdisjoint(k.split("."))}
-        chosen = [name for name in read.chosen if name in settings]
-        return dataclasses.replace(read, settings=settings, chosen=chosen)
+        return read
 
     def as_record(self) -> dict[str, Any]:
         """Return plain values, for `from_record`."""
@@ -153,12 +128,6 @@ def _plain(settings: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dict(settings), default=str), parse_float=number)
 
 
-def _defaults(config: DictConfig, parts: dict[str, Any]) -> dict[str, Any]:
-    """Return the default of each setting that has a known one: in verl's YAML, else in the class that it belongs to."""
-    of_classes = reversed(list(_class_defaults(parts)))  # an outer class decides what it puts into its blocks
-    return {**_plain(of_classes), **_defaults_of_verl(config.get("model_engine", "dp"))}
-
-
 @functools.cache
 def _defaults_of_verl(engine: str) -> dict[str, Any]:
     """Return verl's `ppo_trainer` as verl itself has flattened it; a test compares it with what Hydra composes."""
@@ -167,44 +136,10 @@ def _defaults_of_verl(engine: str) -> dict[str, Any]:
     return _plain(_flat(_parts(composed, resolve=False)))
 
 
-def _class_defaults(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(node, dict):
-        if target := node.get("_target_"):
-            yield from _flat(_fields(_imported(target, path)), path)
-        for name, value in node.items():
-            if name not in IGNORED_SETTINGS:
-                yield from _class_defaults(value, f"{path}.{name}" if path else str(name))
-
-
-def _imported(target: str, path: str) -> Any:
-    try:
-        return get_object(target)
-    except (ImportError, ValueError) as error:
-        problem = f"it cannot be imported ({' '.join(str(error).split())})"
-        allowed = "the full name of a class that is installed"
-        raise ConfigurationError(problem, setting=f"{path}._target_", value=target, allowed=allowed) from error
-
-
-def _fields(kind: Any) -> dict[str, Any]:
-    """Return the defaults of a dataclass, its blocks included; of another class none is known."""
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
-        block = field.default_factory
-        if dataclasses.is_dataclass(block):
-            name = getattr(block, "__qualname__", "")
-            found[field.name] = {**_fields(block), "_target_": f"{block.__module__}.{name}"}
-        elif block is not dataclasses.MISSING:
-            found[field.name] = block()
-        elif field.default is not dataclasses.MISSING:
-            is_pydantics = isinstance(field.default, FieldInfo)
-            found[field.name] = field.default.default if is_pydantics else field.default
-    return found
-
-
-def _chosen(
-    config: DictConfig, settings: Mapping[str, Any], written: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> Iterator[str]:
+def _chosen(config: DictConfig, settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield the settings that have another value than their default has in this config."""
+    written = dict(_flat(_parts(config, resolve=False)))
+    defaults = _same_names(_defaults_of_verl(config.get("model_engine", "dp")))
     probe = copy.deepcopy(config)
     OmegaConf.set_struct(probe, False)
     for name, value in settings.items():
@@ -222,39 +157,22 @@ def _chosen(
 
 def _content(name: str, value: Any) -> str | None:
     """Return the digest of the files that a setting names; None: it names none, or one that is not on this machine."""
-    key, paths = name.rpartition(".")[2], _paths(value)
-    if not paths or not (key in ("path", "train_files") or key.endswith("_path")):
+    key = name.rpartition(".")[2]
+    paths = [str(each) for each in (value if isinstance(value, list) else [value]) if each]
+    places = [Path(os.path.expanduser(path.removeprefix("file://"))) for path in paths]
+    if not places or not (key in ("path", "train_files") or key.endswith("_path")):
         return None
     try:
-        found = [_files(path) for path in paths]
-        files = [file for each in found if each is not None for file in each]
-        return None if None in found else content_digest(files)
+        there = all(place.exists() for place in places)
+        return content_digest([file for place in places for file in _files(place)]) if there else None
     except (OSError, ValueError, KeyError) as error:
         problem = f"a file that it names cannot be read ({type(error).__name__}: {error})"
         remedy = "Mend the file, or name another one: a run with another content is another run."
         raise ConfigurationError(problem, setting=name, value=value, remedy=remedy) from error
 
 
-def _paths(value: Any) -> list[str]:
-    return [str(each) for each in (value if isinstance(value, list) else [value]) if each]
-
-
-def _local(path: str) -> Path:
-    return Path(os.path.expanduser(path.removeprefix("file://")))
-
-
-def _files(path: str) -> list[Path] | None:
-    """Return the files at a path: a file, a model's weights, any other folder's files, or a cached model of the hub."""
-    place = _local(path)
+def _files(place: Path) -> list[Path]:
+    """Return the files at a place: a file, a model's weights, or any other folder's files."""
     if place.is_file():
         return [place]
-    if place.is_dir():
-        return weight_files(place) or sorted(file for file in place.iterdir() if file.is_file())
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        cached = try_to_load_from_cache(path, "config.json")
-    except HFValidationError:  # no name of the hub; if it should be a file, a rule says that it is missing
-        return None
-    return weight_files(Path(cached).parent) if isinstance(cached, str) else None
+    return weight_files(place) or sorted(file for file in place.iterdir() if file.is_file())

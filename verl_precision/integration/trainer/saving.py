@@ -3,8 +3,7 @@
 verl's driver, which gets the signals, only waits; the trainer is a busy actor of Ray's, perhaps on another host. So a
 signal leaves an empty file in the run's folder, which every host sees and `touch` makes as well, and the trainer takes
 it away at the end of a step. After SIGTERM it saves and ends the run. A second SIGTERM ends it at once, and so does the
-first where no checkpoints are saved, or before Ray has started; the exit code is 1 then, where Ray's `ray.get` makes
-that of any other. Requests that a killed run has left are void.
+first where no checkpoints are saved, or before Ray has started.
 """
 
 import logging
@@ -13,7 +12,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from verl_precision.base.errors import MismatchAlarmError
 from verl_precision.base.settings import settings
 from verl_precision.integration.ledger import lost_symbols
 from verl_precision.integration.trainer.checkpoints import LAST_FILE, QUEUE, keep_checkpoint_before
-from verl_precision.integration.trainer.metrics_file import forget_row, remember_row, series_goes_on
+from verl_precision.integration.trainer.metrics_file import series_goes_on
 
 SAVE, END, ENDING = ".save_requested", ".end_requested", ".ending"  # the last is the trainer's answer to the second
 EXIT_ASKED_TO_END = 128 + signal.SIGTERM  # exit code of a run that has ended because it was asked to
@@ -34,20 +33,14 @@ logger = logging.getLogger("verl_precision")
 
 @settings("checkpoint.{}".format)
 class CheckpointSettings:
-    """The block `checkpoint` of a config.
-
-    Attributes:
-        every_minutes: A run saves at the end of a step when its last checkpoint is so old, and after its last step;
-            ≥ 0. 0: never.
-    """
+    """The block `checkpoint`: a run saves at the end of its last step, and of one when its checkpoint is so old."""
 
     every_minutes: float = Field(default=0.0, ge=0, strict=True, allow_inf_nan=False, description="Set 60, or 0: off.")
 
 
 def checkpoint_settings(config: DictConfig) -> CheckpointSettings:
     """Return the settings in a config's block `checkpoint`; what it leaves out has its default."""
-    block: Any = OmegaConf.select(config, "checkpoint") or {}
-    return CheckpointSettings(**block)
+    return CheckpointSettings(**(OmegaConf.select(config, "checkpoint") or {}))
 
 
 def every_minutes(config: DictConfig) -> float:
@@ -73,7 +66,6 @@ class Saving:
         self._trainer, self._now = trainer, now
         self._folder = Path(trainer.config.trainer.default_local_dir)
         self._seconds = 60 * checkpoint_settings(trainer.config).every_minutes
-        self._known: Mapping[str, Any] = {}  # metrics of the step, before verl completes them
         self._saved_step: int | None = None
         self._saved_at = now()
 
@@ -84,7 +76,6 @@ class Saving:
         self._saved_at = self._now()
         with series_goes_on(self._trainer.global_steps):  # of the checkpoint, which is loaded
             proceed(*args, **kwargs)
-        forget_row(self._trainer.logger)
 
     def on_step_end(self, proceed):
         """Save if it is time, and end if that was asked for; after the last step verl ends by itself."""
@@ -100,11 +91,6 @@ class Saving:
             end_with_this_step(trainer)
         proceed()
 
-    def _update_actor(self, proceed, batch, metrics):
-        batch = proceed(batch, metrics=metrics)
-        self._known = metrics
-        return batch
-
     def _compute_metrics(self, proceed, batch, metrics, *args, **more):
         trainer, stop = self._trainer, None
         try:
@@ -113,27 +99,25 @@ class Saving:
             stop = error
         if trainer.monitor.first_alarm_step is not None:
             keep_checkpoint_before(trainer.monitor.first_alarm_step, self._folder)
-        saved = self._saved_step == trainer.global_steps
-        if saved:
-            trainer.monitor.save(self._checkpoint(), metrics)
         if stop is not None:
             trainer.logger.log(data=metrics, step=trainer.global_steps)
-            if not saved:  # saved twice, verl counts it twice, and removes it with keep=1
+            if self._saved_step != trainer.global_steps:  # saved twice, verl removes it with keep=1
                 if trainer.config.trainer.v1.trainer_mode == "sync":  # vLLM is awake already, and saving needs memory
                     trainer.checkpoint_manager.sleep_replicas()
                 trainer._save_checkpoint()
+        if self._saved_step == trainer.global_steps:
+            trainer.monitor.save(self._checkpoint(), metrics)
+        if stop is not None:
             raise stop
 
     def _save_checkpoint(self, proceed):
         trainer, checkpoint = self._trainer, self._checkpoint()
-        row = {**self._known, **trainer.monitor.measured()}
-        remember_row(trainer.logger, trainer.global_steps, row)
         # An earlier start may have saved this step: until verl has written all of it anew, it is not complete.
         (checkpoint / LAST_FILE).unlink(missing_ok=True)
         if (checkpoint / QUEUE).is_dir():
             shutil.rmtree(checkpoint / QUEUE)
         proceed()
-        trainer.monitor.save(checkpoint, row)
+        trainer.monitor.save(checkpoint, {})  # the step's metrics come with its end
         self._saved_at, self._saved_step = self._now(), trainer.global_steps
 
     def _load_checkpoint(self, proceed):
@@ -189,11 +173,7 @@ class SignalRequests:
         _post_init_hooks.append(lambda: signal.signal(signal.SIGTERM, self.on_signal))
 
     def on_signal(self, number: int, frame: object = None) -> None:
-        """Leave the request that a signal stands for.
-
-        Raises:
-            SystemExit: Where a SIGTERM is to end the run at once.
-        """
+        """Leave the request that a signal stands for; or end the run at once."""
         if number == signal.SIGUSR1:
             logger.warning("SIGUSR1: a checkpoint is saved at the end of the step under way")
         elif self._ending or not self.saves:
@@ -209,11 +189,7 @@ class SignalRequests:
             logger.exception("the trainer cannot be asked in %s", self.folder)
 
     def end(self, completed: bool) -> None:
-        """Leave nothing behind when the job is over.
-
-        Raises:
-            SystemExit: With `EXIT_ASKED_TO_END`, if the job is complete because the trainer was asked to end.
-        """
+        """Leave nothing behind; exit with a code of its own if the job is complete because it was asked to end."""
         ended = completed and (self.folder / ENDING).exists()
         self._forget()
         if ended:

@@ -1,11 +1,8 @@
 """verl's V1 trainers with callbacks of this package: `vp_sync`, `vp_colocate_async`, `vp_separate_async`.
 
-A callback is one concern of a run: what it measures, saves, asks of the rollout or does about an alarm. It is a class,
-made with the trainer, and has methods of verl's own names, those of `HOOKS` that it takes part in. Each takes what goes
-on first (`proceed`: the next callback, and in the innermost verl's method), then verl's arguments. So a callback acts
-before verl, after it, or not at all. Those that most runs leave out are found by entry points (`base/extensions.py`).
-
-Chosen by `mismatch.enabled`, which every preset of this package sets.
+A callback is one concern of a run: what it measures, saves, asks of the rollout or does about an alarm. It has methods
+of verl's own names, those of `HOOKS` that it takes part in. Each takes what goes on first (`proceed`: the next
+callback, in the innermost verl's method), then verl's arguments. What most runs leave out is found by entry points.
 """
 
 from collections.abc import Callable
@@ -35,11 +32,7 @@ _POLL_SECONDS_ON_CPU = 0.1
 
 
 def measured_mode(config: DictConfig) -> str | None:
-    """Return the measuring trainer's name for the trainer a config asks for, or None where nothing is to change.
-
-    Refuses a block `mismatch`, `weight_sync.canary` or `checkpoint` that cannot be used, a callback that is not
-    installed, and a rollout that keeps its log-probs.
-    """
+    """Return the measuring trainer's name for the trainer a config asks for, or None where nothing is to change."""
     settings_of(config)
     measured = trainer_to_start(config)
     if measured == str(OmegaConf.select(config, "trainer.v1.trainer_mode")):

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import open_regular
-from verl_precision.integration.engine.adapters import (
+from verl_precision.integration.engine.weight_export import (
     OF_ADAPTER,
     PREFIX,
     Source,

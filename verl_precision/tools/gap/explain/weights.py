@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from verl_precision.base.dtypes import DTYPES, torch_dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import new_folder
-from verl_precision.integration.engine.adapters import layers_without_weights, sources, untied
+from verl_precision.integration.engine.weight_export import layers_without_weights, sources, untied
 from verl_precision.tools.engines.model import load_tokenizer, model_location
 
 _WEIGHTS = "*.safetensors"
