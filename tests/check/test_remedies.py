@@ -3,7 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from verl_precision.check.remedies import without_chosen
+from verl_precision.check.rules.presets import without_chosen
 from verl_precision.check.rules.rule import Fault
 
 CHOSEN = OmegaConf.create({"hydra": {"runtime": {"choices": {"estimator": "pg_seq_is", "precision": "fp16"}}}})

@@ -8,7 +8,7 @@ verl_precision.trainer  classes of trainer callbacks, by the run's config       
 verl_precision.driver   what may take the driver's place, by the run's config   integration/trainer
 verl_precision.engine   steps of an engine's build, by the engine's settings    integration/engine/build.py
 verl_precision.rollout  functions that a vLLM process calls as it starts        integration/cpu/vllm_on_cpu.py
-verl_precision.rules    modules of rules; each is always loaded                 check/rules
+verl_precision.rules    modules of rules, by the run's config                   check/rules
 """
 
 from collections.abc import Callable, Iterable
@@ -31,7 +31,7 @@ def features_asked_for(group: str, value_of: Callable[[str], object], promised: 
     """Return the objects of a group whose settings are in use, each once, in the order of their names.
 
     Args:
-        group: `trainer`, `driver`, `engine` or `rollout`.
+        group: `trainer`, `driver`, `engine`, `rollout` or `rules`.
         value_of: Returns the value of a setting, None where there is none.
         promised: Names that have to be installed if their setting is in use.
 

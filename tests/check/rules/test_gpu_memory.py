@@ -33,12 +33,6 @@ def test_memory_of_a_gpu_by_its_name():
     assert found == {name: gb * GIB for name, gb in sizes.items()} | {"?": None}
 
 
-def test_router_replay_by_hand():
-    """Two layers, two experts a token, two bytes; Qwen3-30B-A3B: 48 layers, 8 experts."""
-    assert memory.routing_bytes(EXPERTS, 5) == 2 * 2 * 2 * 5
-    assert memory.routing_bytes(ModelShape(48, 2048, 10, 32, 4, 128, 768, 128, 8), 1) == 768
-
-
 def test_kv_cache_by_hand():
     # 0.9*0.5*10000 = 4500, weights 2*1312/2 = 1312; a token: 2 * 2 bytes * 2 layers * max(1/2, 1) heads * 4
     assert memory.kv_tokens(SMALL, 2, 0.5, 10_000) == (4500 - 1312) // 32

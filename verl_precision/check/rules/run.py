@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import ROLLOUT, engine_kwargs, engines
-from verl_precision.check.rules.rule import Environment, Fault, Machine, fault_of_error, faults_raised_by, rule
+from verl_precision.check.rules.files import ANSWER_REWARDS, REWARD
+from verl_precision.check.rules.rule import (
+    Environment,
+    Fault,
+    Machine,
+    Severity,
+    fault_of_error,
+    faults_raised_by,
+    rule,
+)
 from verl_precision.check.served_models import served_models, teaches
 from verl_precision.integration.trainer.saving import checkpoint_settings
 from verl_precision.mismatch.settings import settings_of
@@ -82,7 +91,7 @@ def model_path(config: DictConfig, machine: Machine) -> Iterator[Fault]:
         yield Fault(setting, problem, "a folder in Hugging Face format or a hub name (owner/model)", remedy)
 
 
-@rule("model-overridden", about="override_config against config.json")
+@rule("model-overridden")
 def model_overridden(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """`override_config` changes the trainer's model; vLLM loads the one of config.json."""
     of_vllm = OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides") or {}
@@ -96,24 +105,7 @@ def model_overridden(config: DictConfig, environment: Environment) -> Iterator[F
             yield Fault(f"{MODEL}.override_config.{key}", problem, str(own), remedy)
 
 
-@rule("tokenizer-refused", about="the tokenizer")
-def tokenizer(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """verl builds prompts from single tokens; a tokenizer without them fails every prompt, minutes in."""
-    if environment.tokenizer_problem is not None:
-        yield fault_of_error(environment.tokenizer_problem)
-
-
-@rule("chat-template-missing", "warning", about="the chat template")
-def chat_template(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """verl makes prompts with a chat template, and a base model's tokenizer may have none."""
-    setting = f"{MODEL}.custom_chat_template"
-    if not OmegaConf.select(config, setting) and environment.model.get("has_chat_template") is False:
-        problem = "the model's tokenizer has no chat template: no prompt can be made"
-        remedy = "Give one that fits the prompts, or take a model that has one."
-        yield Fault(setting, problem, "a template in Jinja", remedy)
-
-
-@rule("context-too-small", about="the length of the model's context")
+@rule("context-too-small")
 def context(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl cuts what it asks vLLM for to the context, without a word; the model has to have the positions."""
     longest = config.data.max_prompt_length + config.data.max_response_length
@@ -139,3 +131,20 @@ def group_of_one(config: DictConfig, environment: Environment) -> Iterator[Fault
     if config.actor_rollout_ref.rollout.n == 1 and estimator in GROUP_ESTIMATORS and not unused:
         problem = f"adv_estimator={estimator} compares the responses to a prompt, and one alone has nothing to compare"
         yield Fault(f"{ROLLOUT}.n", problem, "2 or more", f"Set {ROLLOUT}.n=8.")
+
+
+@rule("filter-metric", "warning")
+def filter_metric(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """Dynamic sampling drops a group whose rewards, with every penalty, are equal: none where a reward is graded."""
+    setting, reward = "algorithm.filter_groups.metric", OmegaConf.select(config, f"{REWARD}.path")
+    graded = reward is not None and reward not in ANSWER_REWARDS
+    shortened = OmegaConf.select(config, "reward.reward_kwargs.overlong_buffer_cfg.enable")
+    judged, metric = OmegaConf.select(config, "reward.reward_model.enable"), OmegaConf.select(config, setting)
+    asked = OmegaConf.select(config, "algorithm.filter_groups.enable") and metric in ("reward", "score")
+    if not asked or not (judged or graded or (shortened and metric == "reward")):
+        return
+    severity: Severity = "warning" if judged or shortened else "unchecked"
+    problem = "a reward model, an overlong buffer, or a reward that gives more than right and wrong makes it differ "
+    problem += "within a group: groups that are right, or wrong, throughout are not dropped"
+    remedy = f"Set {setting}=acc, or name such a key."
+    yield Fault(setting, problem, "acc, or a key that says right or wrong", remedy, severity=severity)
