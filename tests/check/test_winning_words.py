@@ -188,16 +188,6 @@ def test_the_presets_that_win_are_as_if_the_words_were_left_out():
     assert {each["word"] for each in config.presets.replaced} == set(words)
 
 
-def test_in_megatrons_words_too():
-    words = f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=bf16", "model_engine=megatron", "trainer.device=cuda"
-    from verl_precision.base.other_engines import fit_to_engine
-
-    config = composed("+precision=fp16", *words)
-    before = [each.setting for each in winning_words(config)]
-    fit_to_engine(config)
-    assert [each.setting for each in winning_words(config)] == before == [words[0].partition("=")[0]]
-
-
 def check(*arguments: str):
     return CliRunner().invoke(app, ["check", *arguments])
 

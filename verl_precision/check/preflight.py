@@ -15,7 +15,7 @@ from verl_precision.base.other_engines import fit_to_engine
 from verl_precision.check.composition import require_complete, require_overrides, unresolved
 from verl_precision.check.probe import probe_environment
 from verl_precision.check.rules.mains import WITHOUT_PARTS
-from verl_precision.check.rules.memory import GPU_RULES
+from verl_precision.check.rules.memory import OF_GPU
 from verl_precision.check.rules.presets import OF_PRESETS
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.verl_refusals import mistyped
@@ -82,6 +82,6 @@ def find_problems(config: DictConfig) -> list[str]:
     found = find_faults(config, probe_environment(config))
     errors = [fault for fault in found if fault.severity == "error"]
     for fault in found:
-        if fault.name in (GPU_RULES if fault.severity == "error" else (*OF_PRESETS, WITHOUT_PARTS)):
+        if fault.name in ((OF_GPU,) if fault.severity == "error" else (*OF_PRESETS, WITHOUT_PARTS)):
             print(f"verl_precision: warning: {fault}", file=sys.stderr)
-    return [str(fault) for fault in errors if fault.name not in GPU_RULES]
+    return [str(fault) for fault in errors if fault.name != OF_GPU]

@@ -63,11 +63,9 @@ def _names(config: DictConfig) -> Iterator[ConfigurationError]:
         except (ValueError, RuntimeError, KeyError) as error:
             known = [each.value for each in core_algos.AdvantageEstimator if look_up is core_algos.get_adv_estimator_fn]
             yield _refused(error, setting, value, known)
-    rollout = config.actor_rollout_ref.rollout
-    for position, key in enumerate(("name", "mode")):
-        known = sorted({pair[position] for pair in _ROLLOUT_REGISTRY})
-        if rollout[key] not in known:
-            yield _refused("it has no such rollout", f"actor_rollout_ref.rollout.{key}", rollout[key], known)
+    rollout, known = config.actor_rollout_ref.rollout.name, sorted({name for name, _ in _ROLLOUT_REGISTRY})
+    if rollout not in known:
+        yield _refused("it has no such rollout", "actor_rollout_ref.rollout.name", rollout, known)
     for name in names_in(config, "trainer.logger"):
         if name not in (*Tracking.supported_backend, "tracking"):
             problem = f"{name} is not supported, which it says once everything is loaded"

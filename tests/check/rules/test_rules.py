@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import json
 import re
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
@@ -198,11 +199,22 @@ def test_what_is_known_beyond_the_config_decides(name, environment, overrides, f
 
 
 def test_every_rule_has_a_row_here_and_in_the_docs(root):
+    for point in metadata.entry_points(group="verl_precision.rules"):  # beside the plugin
+        point.load()
     names = {rule.name for rule in RULES}
     assert names == {row[0] for row in (*ROWS, *ENVIRONMENTS, *EDITED, *TRIED)}
     table = (root / "docs" / "precision.md").read_text().partition("## Failure modes")[2]
     cells = [line.rpartition(" | ")[2] for line in table.splitlines() if line.startswith("| ")]
     assert names == set(re.findall(r"`([\w-]+)`", "".join(cells)))
+
+
+@pytest.mark.parametrize("setting", ["mismatch.alarm.on_alarm=mask", "EXACT", "weight_sync.rounding=stochastic"])
+def test_rules_that_are_promised_and_not_installed_are_no_silence(setting, monkeypatch):
+    """As in a clone that was updated and not installed again."""
+    config = composed(f"+precision=bf16 {setting}" if "=" in setting else setting)
+    monkeypatch.setattr(metadata, "entry_points", lambda group: ())
+    with pytest.raises(ConfigurationError, match="not installed beside the plugin"):
+        find_faults(config, Environment())
 
 
 @pytest.mark.parametrize("overrides", [

@@ -32,11 +32,7 @@ def dtype_ignored(config: DictConfig, environment: Environment) -> Iterator[Faul
 
 @rule("rollout-contradicts-actor")
 def rollout_contradicts_actor(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """The rollout samples in another dtype than the actor trains in, and no preset asked for that.
-
-    A precision preset is made of two halves, and Hydra records which: no list of pairs is kept here. A value overridden
-    after the choice differs from the preset's, and is then not what the preset asked for.
-    """
+    """The rollout samples in another dtype than the actor trains in, and no preset, made of two halves, asked so."""
     actor, rollout = engines(config)[0].compute, rollout_dtype(config)
     if rollout == "auto":
         rollout = short(environment.model.get("dtype") or environment.model.get("torch_dtype") or "auto")
@@ -155,16 +151,6 @@ def loss_scaling_of_verl(config: DictConfig, environment: Environment) -> Iterat
             allowed = "an engine that scales there and saves the scale"
             remedy = "Choose the preset precision=fp16, whose engine does (docs/precision.md, Loss scaling)."
             yield Fault(engine.source, problem, allowed, remedy, value="fp16")
-
-
-@rule("fp32-head-unread")
-def fp32_head_unread(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """Fused kernels take log-probs from the hidden states: the output head never runs."""
-    actor, fused = engines(config)[0], config.actor_rollout_ref.model.get("use_fused_kernels")
-    if fused and actor.our_fsdp and actor.node.get("fp32_output_head"):
-        problem = "fused kernels take log-probs from the hidden states and never call the output head"
-        remedy = "Set actor_rollout_ref.model.use_fused_kernels=False."
-        yield Fault(f"{actor.setting}.fp32_output_head", problem, "False with use_fused_kernels=True", remedy)
 
 
 @rule("export-rounds", "warning")

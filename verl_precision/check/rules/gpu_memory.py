@@ -125,15 +125,3 @@ def activation_bytes(model: ModelShape, tokens: int, width: int = HALF, checkpoi
     logits = 2 * width * model.vocabulary * tokens
     kept = 1 if checkpointing else model.layers
     return inputs + kept * layer + logits + CHUNK_COPIES * SINGLE * CHUNK_TOKENS * model.vocabulary
-
-
-def rollout_bytes(model: ModelShape, gpus: int, share: float, gpu_bytes: int, width: int = STATE - SINGLE) -> int:
-    """Return the peak of a GPU while vLLM has its share, and `width` bytes a parameter of the trainer's state stay."""
-    return state_bytes(model, gpus, width) + int(share * gpu_bytes) + REST
-
-
-def kv_tokens(model: ModelShape, tensor_parallel: int, share: float, gpu_bytes: int, width: int = HALF) -> int:
-    """Return how many tokens of KV cache a replica of vLLM holds; a tenth of its share is for its own work."""
-    left = 0.9 * share * gpu_bytes - width * model.parameters / tensor_parallel
-    heads = max(model.kv_heads / tensor_parallel, 1)  # a key and a value; with fewer heads than GPUs each GPU keeps one
-    return int(left // (2 * width * model.layers * heads * model.head_dim))

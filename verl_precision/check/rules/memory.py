@@ -1,4 +1,4 @@
-"""Rules of a GPU's memory: the arithmetic of docs/scales.md, on the settings at hand and before they cost an hour.
+"""The rule of a GPU's memory: the arithmetic of docs/scales.md, on the settings at hand and before they cost an hour.
 
 The arithmetic is good to a few GiB. A peak above nine tenths of a GPU is therefore a warning, and one above eleven
 tenths an error. It knows FSDP without a critic; of anything else the verdict says that memory was not looked at.
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.verl_config import FSDP, ROLLOUT, Engine, engine_kwargs, engines, lora_rank, rollout_dtype
+from verl_precision.base.verl_config import FSDP, Engine, engine_kwargs, engines, lora_rank
 from verl_precision.check.rules import gpu_memory as gpu
 from verl_precision.check.rules.rule import Environment, Fault, Severity, rule
 
 FILLED, FAR_OVER = 0.9, 1.1  # Shares of a GPU: the arithmetic is good to some GiB either way.
-GPU_RULES = ("memory-training", "memory-rollout")  # the rules of a GPU below
+OF_GPU = "memory-training"  # the rule of a GPU below
 ACTOR = "actor_rollout_ref.actor"
-SHARE, OFFLOAD = f"{ROLLOUT}.gpu_memory_utilization", f"{ACTOR}.fsdp_config.offload_policy=True"
+OFFLOAD = f"{ACTOR}.fsdp_config.offload_policy=True"
 
 
 def beyond_arithmetic(config: DictConfig) -> str:
@@ -46,30 +46,36 @@ def chosen_scale(config: DictConfig) -> str:
     return next((str(choice) for group, choice in choices.items() if group.partition("@")[0] == "scale"), "")
 
 
-@rule("memory-training")
+@rule(OF_GPU)
 def memory_training(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """State, gathered layers and activations of the trainer fit into a GPU."""
-    if (known := _model_and_gpu(config, environment)) is None:
+    model, memory = environment.shape, gpu_bytes(config, environment)
+    if beyond_arithmetic(config) or config.trainer.device == "cpu" or model is None or memory is None:
         return
-    (model, memory), actor, engine = known, config.actor_rollout_ref.actor, engines(config)[0]
+    actor, engine = config.actor_rollout_ref.actor, engines(config)[0]
     parallel, dynamic = max(engine.ulysses[1], 1), actor.use_dynamic_bsz
+    gpus, size = max(config.trainer.nnodes * config.trainer.n_gpus_per_node, 1), engine.node.get("fsdp_size", -1)
+    shards = size if 0 < size < gpus else gpus
     longest = max((config.data.max_prompt_length + config.data.max_response_length) // parallel, 1)
-    sequences = max(actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n * parallel // _gpus(config), 1)
+    sequences = max(actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n * parallel // gpus, 1)
     micro_batch = actor.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size or sequences
     tokens = min(actor.ppo_max_token_len_per_gpu, sequences * longest) if dynamic else micro_batch * longest
     width = gpu.SINGLE if engine.compute == "fp32" else gpu.HALF
-    awake = 0 if config.actor_rollout_ref.rollout.get("free_cache_engine", True) else int(_share(config) * memory)
+    share = engine_kwargs(config).get("gpu_memory_utilization", config.actor_rollout_ref.rollout.gpu_memory_utilization)
+    awake = 0 if config.actor_rollout_ref.rollout.get("free_cache_engine", True) else int(share * memory)
     parts = {
-        "weights, gradients and Adam's moments": gpu.state_bytes(model, _shards(config), _state(config, engine)),
+        "weights, gradients and Adam's moments": gpu.state_bytes(model, shards, _state(config, engine)),
         "gathered layers": gpu.gathered_bytes(model, width),
         "activations": _activations(config, model, tokens, width),
         "CUDA, NCCL and a sleeping vLLM": gpu.REST,
         "a vLLM that keeps its memory": awake,
     }
-    peak = sum(parts.values())
-    if not (severity := _judged(peak, memory)):
+    if (peak := sum(parts.values())) <= FILLED * memory:
         return
-    problem = f"a micro-batch of {tokens} tokens needs {_sum(parts, memory)}"
+    terms = " + ".join(f"{size / gpu.GIB:.0f} ({name})" for name, size in parts.items() if size)
+    problem = f"a micro-batch of {tokens} tokens needs {terms} = {peak / gpu.GIB:.0f} GiB of the GPU's "
+    problem += f"{memory / gpu.GIB:.0f}, by arithmetic"
+    severity: Severity = "error" if peak > FAR_OVER * memory else "warning"
     a_token = _activations(config, model, 2 * tokens, width) - parts["activations"]
     most = tokens - int((peak - FILLED * memory) / a_token * tokens) - 1
     setting = f"{ACTOR}.{'ppo_max_token_len_per_gpu' if dynamic else 'ppo_micro_batch_size_per_gpu'}"
@@ -79,56 +85,6 @@ def memory_training(config: DictConfig, environment: Environment) -> Iterator[Fa
         allowed = f"what one sequence of {longest} tokens a GPU needs does not fit"
         remedy = f"Take more GPUs, {OFFLOAD}, 16 bits, enable_gradient_checkpointing=True or shorter responses."
     yield Fault(setting, problem, allowed, remedy, severity=severity)
-
-
-@rule("memory-rollout")
-def memory_rollout(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """vLLM's share fits beside the trainer's state, and a response of full length fits into it."""
-    if (known := _model_and_gpu(config, environment)) is None:
-        return
-    (model, memory), rollout, share = known, config.actor_rollout_ref.rollout, _share(config)
-    node = engines(config)[0].node
-    weights = 0 if node.get("param_offload") else gpu.SINGLE  # bytes a parameter
-    moments = 0 if node.get("optimizer_offload") or lora_rank(config) else 2 * gpu.SINGLE
-    kept = 0 if node.get("offload_policy") else weights + moments
-    beside = gpu.rollout_bytes(model, _shards(config), 0, memory, kept)
-    width = gpu.SINGLE if rollout_dtype(config) == "fp32" else gpu.HALF
-    longest = rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length
-    parallel = max(rollout.tensor_model_parallel_size, 1)  # value-out-of-range
-    most = int(100 * (FILLED - beside / memory)) / 100
-    if severity := _judged(beside + int(share * memory), memory):
-        parts = {"vLLM's share": int(share * memory), "the trainer's state": beside - gpu.REST, "CUDA, NCCL": gpu.REST}
-        allowed, first = f"at most {most:.2f}", f"Set {SHARE}={most:.2f}"
-        if most <= 0:
-            allowed, first = "no share: the trainer's state leaves no room", "Take more GPUs"
-        problem = f"while vLLM works it takes {_sum(parts, memory)}"
-        yield Fault(SHARE, problem, allowed, f"{first}, or offload the state: {OFFLOAD}.", severity=severity)
-    elif gpu.kv_tokens(model, parallel, share, memory, width) < longest:
-        size = f"{width * model.parameters / parallel / gpu.GIB:.0f} GiB of weights"
-        problem = f"{size} and a tenth for vLLM leave no room for a sequence of {longest} tokens"
-        remedy = f"Raise it, or double {ROLLOUT}.tensor_model_parallel_size ({parallel})."
-        yield Fault(SHARE, problem, f"up to {most:.2f}, or more GPUs a replica", remedy)
-
-
-def _model_and_gpu(config: DictConfig, environment: Environment) -> tuple[gpu.ModelShape, int] | None:
-    """Return the model's shape and the GPU's bytes; None where one is not known or the arithmetic does not hold."""
-    if beyond_arithmetic(config) or config.trainer.device == "cpu":
-        return None
-    model, memory = environment.shape, gpu_bytes(config, environment)
-    return None if model is None or memory is None else (model, memory)
-
-
-def _gpus(config: DictConfig) -> int:
-    return max(config.trainer.nnodes * config.trainer.n_gpus_per_node, 1)
-
-
-def _shards(config: DictConfig) -> int:
-    size = engines(config)[0].node.get("fsdp_size", -1)
-    return size if 0 < size < _gpus(config) else _gpus(config)
-
-
-def _share(config: DictConfig) -> float:
-    return min(float(engine_kwargs(config).get("gpu_memory_utilization", OmegaConf.select(config, SHARE))), 1.0)
 
 
 def _state(config: DictConfig, engine: Engine) -> int:
@@ -146,13 +102,3 @@ def _activations(config: DictConfig, shape: gpu.ModelShape, tokens: int, width: 
     if (model.get("override_config") or {}).get("attn_implementation") == "sdpa" and model.use_remove_padding:
         used += (gpu.MASK if width == gpu.HALF else gpu.MASK_FP32) * tokens * tokens
     return used
-
-
-def _judged(peak: int, memory: int) -> Severity | None:
-    """Return how serious a peak is; None if it is not."""
-    return "error" if peak > FAR_OVER * memory else "warning" if peak > FILLED * memory else None
-
-
-def _sum(parts: dict[str, int], memory: int) -> str:
-    terms = " + ".join(f"{size / gpu.GIB:.0f} ({name})" for name, size in parts.items() if size)
-    return f"{terms} = {sum(parts.values()) / gpu.GIB:.0f} GiB of the GPU's {memory / gpu.GIB:.0f}, by arithmetic"

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.extensions import features_asked_for
 from verl_precision.check import rules
-from verl_precision.check.rules.memory import GPU_RULES
+from verl_precision.check.rules.memory import OF_GPU
 from verl_precision.check.rules.presets import one_for_a_cause, without_chosen
 from verl_precision.check.rules.rule import RULES, Environment, Fault, Rule
 from verl_precision.check.rules.run import made_by_a_script
@@ -69,7 +69,7 @@ def _ask(
 
 def _refuses_the_loss(fault: Fault) -> bool:
     places = ("actor_rollout_ref.actor", "algorithm.rollout_correction")
-    others = fault.name not in ("loss-unusable", *GPU_RULES)  # what exceeds a GPU refuses no run
+    others = fault.name not in ("loss-unusable", OF_GPU)  # what exceeds a GPU refuses no run
     return fault.severity == "error" and others and fault.setting.startswith(places)
 
 

@@ -73,22 +73,20 @@ def made_by_a_script(config: DictConfig) -> bool:
 @rule("model-missing", of_machine=True)
 def model_path(config: DictConfig, machine: Machine) -> Iterator[Fault]:
     """A local model has a readable config.json; a hub name cannot be checked without network."""
-    path, critic, has_critic = f"{MODEL}.path", "critic.model.path", any(e.role == "critic" for e in engines(config))
+    path, allowed = f"{MODEL}.path", "a folder in Hugging Face format or a hub name (owner/model)"
     missing = [each.named for each in served_models(config) if each.path in machine.missing_models]
-    missing += [critic] if machine.critic_missing and has_critic else []
-    missing += [path] if machine.model == "nothing" else []
-    problems = {
-        setting: "no such folder, and not a hub name"
-        for setting in missing
-        if not HUB_NAME.match(str(OmegaConf.select(config, setting)))
-    }
-    if machine.model in ("file", "folder without config.json"):
-        problems[path] = "the folder has no readable config.json"
+    if machine.critic_missing and any(engine.role == "critic" for engine in engines(config)):
+        missing.append("critic.model.path")
+    if machine.model == "nothing" and not made_by_a_script(config):
+        missing.append(path)
     remedy = "Check the spelling, and the folder's permissions."
+    for setting in missing:
+        if not HUB_NAME.match(str(OmegaConf.select(config, setting))):
+            yield Fault(setting, "no such folder, and not a hub name", allowed, remedy)
     if machine.model == "nothing" and made_by_a_script(config):
-        problems[path], remedy = "it is not made yet", "Start the recipe's own script: it makes the model first."
-    for setting, problem in problems.items():
-        yield Fault(setting, problem, "a folder in Hugging Face format or a hub name (owner/model)", remedy)
+        yield Fault(path, "it is not made yet", allowed, "Start the recipe's own script: it makes the model first.")
+    if machine.model in ("file", "folder without config.json"):
+        yield Fault(path, "the folder has no readable config.json", allowed, remedy)
 
 
 @rule("model-overridden")

@@ -31,13 +31,7 @@ COMPUTED_WITH = """
     actor_rollout_ref.ref.fsdp_config.fsdp_size critic.ppo_mini_batch_size critic.fsdp.fsdp_size
 """.split()
 # Numbers whose default is null, which says nothing of their type.
-NUMBERS_OR_NULL = """
-    trainer.total_training_steps trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep
-    data.gen_batch_size data.val_batch_size
-    actor_rollout_ref.ref.log_prob_max_token_len_per_gpu actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu
-    actor_rollout_ref.actor.optim.override_optimizer_config.eps
-    actor_rollout_ref.actor.optim.override_optimizer_config.lr
-""".split()
+NUMBERS_OR_NULL = ("trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep", "data.gen_batch_size")
 # Whole numbers, at least 1: verl fails without one, once Ray is up or everything is loaded.
 COUNTS = """
     trainer.nnodes trainer.n_gpus_per_node data.train_batch_size data.max_prompt_length data.max_response_length
