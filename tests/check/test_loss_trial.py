@@ -1,12 +1,9 @@
 """The loss in force is called as verl calls it: verl's losses, ours, and somebody's own, which may do what it likes."""
 
-import random
 import re
-from functools import partial, wraps
+from functools import wraps
 
-import numpy
 import pytest
-import torch
 from composer import compose_estimator, compose_verl
 from omegaconf import OmegaConf
 from verl.trainer.ppo import core_algos
@@ -80,34 +77,12 @@ def test_none_of_ours_depends_on_the_cut(estimator):
     assert tried.problem == tried.unusable == tried.trial.nonfinite == "" and not tried.ignores_weights
 
 
-def test_each_loss_of_ours_has_a_preset_of_its_name():
-    assert {f"vp_{name}" for name in preset_names("estimator")} >= set(POLICY_LOSSES)
-
-
 @pytest.mark.parametrize("name", ["gspo", "kl_cov", "geo_mean"])
 @pytest.mark.parametrize("mode", ["token-sum", "seq-mean-token-sum-norm"])
 def test_no_aggregation_makes_a_difference(name, mode):
     """Nor does the `norm` mode without its constant, which `normalizer-missing` is about."""
     tried = tried_loss(config_of(name, f"loss_agg_mode={mode}"))
     assert (tried.trial.cuts[8] > 1e-3) == (name != "gspo") and tried.trial.padding == 0
-
-
-def test_two_trials_are_one_and_nothing_of_them_is_left():
-    torch.manual_seed(3), random.seed(3), numpy.random.seed(3)
-    config = config_of("clip_cov")
-
-    def state():
-        drawn = torch.random.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
-        settings = torch.is_grad_enabled(), torch.get_num_threads(), OmegaConf.to_yaml(config)
-        return *drawn, *settings, dict(POLICY_LOSS_REGISTRY)
-
-    before = state()
-    assert tried_loss(config) == tried_loss(config) and state() == before
-
-
-def test_a_loss_of_verls_that_raises_says_why():
-    tried = tried_loss(config_of("dro", "policy_loss.dro_beta=null"))
-    assert "dro_beta must be a positive value" in tried.problem and tried.owner.startswith("verl.")
 
 
 def test_no_policy_loss_is_in_force_beside_distillation_alone():
@@ -138,49 +113,21 @@ def without_weights(*given):
     return sound(*given[:-1], None)
 
 
-def without_ranks(new, old, advantages, mask, mode, config, weights):
-    return (ratio(new, old, advantages) * mask).sum() / config.global_batch_info["batch_num_tokens"], {}
-
-
-def without_mask(new, old, advantages, mask, mode, config, weights):
-    info = config.global_batch_info
-    return ratio(new, old, advantages).sum() / info["batch_num_tokens"] * info["dp_size"], {}
-
-
-def normalised(new, old, advantages, mask, *others):
-    advantages = (advantages - advantages[mask].mean()) / advantages[mask].std()  # NaN of a single token
-    return sound(new, old, advantages, mask, *others)
-
-
 def raising(*given):
     raise RuntimeError("no\nGPU")
-
-
-def scaled(factor):
-    """Return a sound loss of advantages times what is drawn, or computed, at each call."""
-    return lambda new, old, advantages, *others: sound(new, old, advantages * factor(new), *others)
 
 
 OWN = {
     "sound": (sound, {}),
     "local_mean": (local_mean, {"cut": True}),
-    "without_ranks": (without_ranks, {"ranks": 0.5}),
-    "without_mask": (without_mask, {"masked": True}),
-    "normalised": (normalised, {"nonfinite": "8 micro-batches"}),
-    "nan": (lambda new, *others: (new.sum() * float("nan"), {}), {"nonfinite": "the whole batch"}),
-    "nan_value": (lambda new, *others: (new.sum() + float("inf"), {}), {"nonfinite": "the whole batch"}),
-    "drawing": (scaled(lambda new: torch.rand_like(new) < 0.8), {"random": True}),
-    "drawing_elsewhere": (scaled(lambda new: random.random()), {"random": True}),
     "raising": (raising, {"problem": "it raises RuntimeError: no GPU"}),
-    "a number": (lambda *given: 1.0, {"unusable": "it returns float, and verl unpacks a tensor and a dictionary"}),
-    "nothing": (lambda *given: None, {"unusable": "it returns NoneType"}),
     "a tensor": (lambda *given: sound(*given)[0], {"unusable": "it returns Tensor"}),
     "a number and metrics": (lambda *given: (1.0, {}), {"unusable": "it returns (float, dict)"}),
-    "no metrics": (lambda *given: (given[0].sum(), None), {"unusable": "it returns (Tensor, NoneType)"}),
+    "nan": (lambda new, *others: (new.sum() * float("nan"), {}), {"nonfinite": "the whole batch"}),
+    "zero": (lambda *given: (given[0].sum() * 0, {}), {"unusable": "its gradient is 0 everywhere"}),
     "no scalar": (lambda *given: (given[0], {}), {"unusable": "it returns a tensor of shape (8, 16)"}),
     "no gradient": (lambda *given: (given[1].sum(), {}), {"unusable": "it returns a tensor without a gradient"}),
-    "zero": (lambda *given: (given[0].sum() * 0, {}), {"unusable": "its gradient is 0 everywhere"}),
-}  # fmt: skip
+}
 
 
 def as_verls(function):
@@ -200,29 +147,22 @@ def test_somebodys_own_loss(name, monkeypatch):
         said = getattr(tried, field)
         assert said.startswith(expected.get(field, "")) and bool(said) == (field in expected)
     assert (tried.trial is None) == bool(tried.problem or tried.unusable)
-    if tried.trial is not None and "nonfinite" not in expected:
+    if tried.trial is not None:
+        assert tried.trial.nonfinite == expected.get("nonfinite", "")
         assert (min(tried.trial.cuts.values()) > 0.9) == ("cut" in expected)
-        assert (tried.trial.masked > 0.1) == ("masked" in expected)
-    for field in {"ranks", "nonfinite", "random"} & expected.keys():
-        assert getattr(tried.trial, field) == pytest.approx(expected[field]), field
     assert tried.owner.startswith(f"{__name__}.as_verls")
 
 
 def test_who_wrote_a_loss_is_not_who_it_names(monkeypatch):
-    """`functools.wraps` around one of verl's, a partial and an object are somebody's own."""
+    """`functools.wraps` around one of verl's is somebody's own."""
 
     @wraps(core_algos.compute_policy_loss_vanilla)
     def wrapped(**given):
         return core_algos.compute_policy_loss_vanilla(**given)
 
-    class Loss:
-        def __call__(self, **given):
-            return wrapped(**given)
-
-    for own in (wrapped, partial(wrapped), Loss()):
-        monkeypatch.setitem(POLICY_LOSS_REGISTRY, "own", own)
-        tried = tried_loss(config_of("own"))
-        assert tried.owner.startswith(f"{__name__}.") and tried.trial.cuts == dict.fromkeys((2, 4, 8), 0)
+    monkeypatch.setitem(POLICY_LOSS_REGISTRY, "own", wrapped)
+    tried = tried_loss(config_of("own"))
+    assert tried.owner.startswith(f"{__name__}.") and tried.trial.cuts == dict.fromkeys((2, 4, 8), 0)
 
 
 def test_a_loss_without_verls_keywords_is_unusable(monkeypatch):
