@@ -79,11 +79,6 @@ def test_a_problem_names_setting_value_and_remedy(config, changes, words):
     assert len(problems) == bool(words) and all(word in problems[0] for word in words), problems
 
 
-def test_without_a_number_ray_takes_the_cores(config):
-    config.ray_kwargs.ray_init.num_cpus = None
-    assert bool(find_problems(config)) == (os.cpu_count() < 7)
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can read everything")
 def test_unreadable_model(config, model):
     (model / "config.json").chmod(0)

@@ -135,13 +135,13 @@ def group_of_one(config: DictConfig, environment: Environment) -> Iterator[Fault
 def filter_metric(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Dynamic sampling drops a group whose rewards, with every penalty, are equal: none where a reward is graded."""
     setting, reward = "algorithm.filter_groups.metric", OmegaConf.select(config, f"{REWARD}.path")
-    graded = reward is not None and reward not in ANSWER_REWARDS
-    shortened = OmegaConf.select(config, "reward.reward_kwargs.overlong_buffer_cfg.enable")
-    judged, metric = OmegaConf.select(config, "reward.reward_model.enable"), OmegaConf.select(config, setting)
+    metric, graded = OmegaConf.select(config, setting), reward is not None and reward not in ANSWER_REWARDS
+    shortened = OmegaConf.select(config, "reward.reward_kwargs.overlong_buffer_cfg.enable") and metric == "reward"
+    known = OmegaConf.select(config, "reward.reward_model.enable") or shortened
     asked = OmegaConf.select(config, "algorithm.filter_groups.enable") and metric in ("reward", "score")
-    if not asked or not (judged or graded or (shortened and metric == "reward")):
+    if not asked or not (known or graded):
         return
-    severity: Severity = "warning" if judged or shortened else "unchecked"
+    severity: Severity = "warning" if known else "unchecked"
     problem = "a reward model, an overlong buffer, or a reward that gives more than right and wrong makes it differ "
     problem += "within a group: groups that are right, or wrong, throughout are not dropped"
     remedy = f"Set {setting}=acc, or name such a key."
