@@ -204,10 +204,11 @@ def _typed(config: DictConfig) -> Iterator[ConfigurationError]:
 
 
 def _at_fault(config: DictConfig, block: str, error: BaseException) -> tuple[str, object]:
-    """Return the setting that verl's message, or its assertion, names by key and value; the block if it names none."""
+    """Return the setting that verl's message, or its assertion, names by path, key or value; the block if by none."""
     cause = error.__cause__ or error
     frames = traceback.extract_tb(cause.__traceback__)
-    said = re.findall(r"[A-Za-z_][\w-]*|\d[\w.]*", f"{cause} {frames[-1].line if frames else ''}")
+    text = str(cause) or (frames[-1].line or "" if frames else "")
+    said = set(re.findall(r"[A-Za-z_][\w-]*", text))
     given = {word.lstrip("+").partition("=")[0] for word in OmegaConf.select(config, "hydra.overrides.task") or ()}
     inner = re.search(r"^full_key: ([\w.]+)", str(error), re.M)  # where Hydra was when a class refused
     block = inner[1] if inner and OmegaConf.is_dict(OmegaConf.select(config, inner[1])) else block
@@ -216,11 +217,10 @@ def _at_fault(config: DictConfig, block: str, error: BaseException) -> tuple[str
         node = OmegaConf.select(config, root)
         plain = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
         for path, value in leaves(plain, root):
-            key = path.rpartition(".")[2]
-            if key in said or (isinstance(value, str) and value in said):
-                first = said.index(key if key in said else value)
-                both = key in said and str(value) in said
-                found.append((not both, path not in given, first, path.count("."), path, value))
+            for word in (path.rpartition(".")[2], value):
+                if isinstance(word, str) and word in said:
+                    found.append((path not in text, path not in given, -len(word), path.count("."), path, value))
+                    break
     *_, path, value = min(found, key=lambda entry: entry[:5], default=(block or "actor_rollout_ref", "(the block)"))
     return path, value
 
