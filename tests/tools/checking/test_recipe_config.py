@@ -235,7 +235,7 @@ MOE = "recipes/moe/moe.yaml"
     ("overrides", "errors", "warnings"),
     [
         ("model_engine=megatron", set(), set()),
-        ("model_engine=megatron scale=2x8_h100 precision=bf16 +router_replay=rollout", set(), {"router-replay-memory"}),
+        ("model_engine=megatron scale=2x8_h100 precision=bf16 +router_replay=rollout", set(), set()),
         ("model_engine=veomni precision=bf16", set(), {"not-carried-over"}),
         ("model_engine=torchtitan precision=bf16", set(), {"not-carried-over"}),
         ("actor_rollout_ref.rollout.name=sglang", set(), {"rollout-unverified"}),
