@@ -85,9 +85,14 @@ setup(
         ],
         "verl_precision.driver": ["mismatch.alarm.on_alarm:rescue = verl_precision.tools.actions.rescue:go_on"],
         "verl_precision.rules": [
-            "actions = verl_precision.tools.actions.rules",
-            "arithmetic = verl_precision.tools.arithmetic.rules",
-            "rounding = verl_precision.tools.arithmetic.rounding_rules",
+            *(
+                f"mismatch.alarm.on_alarm:{kind} = verl_precision.tools.actions.rules"
+                for kind in ("lower_learning_rate", "mask", "rescue")
+            ),
+            "actor_rollout_ref.actor.fsdp_config.learning_rate_ess_base = verl_precision.tools.actions.rules",
+            "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PRECISION_ARITHMETIC:exact = "
+            "verl_precision.tools.arithmetic.rules",
+            "weight_sync.rounding:stochastic = verl_precision.tools.arithmetic.rounding_rules",
         ],
         "verl_precision.engine": [
             "arithmetic = verl_precision.tools.arithmetic.trainer_model:round_operations_once",

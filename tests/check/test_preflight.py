@@ -79,11 +79,6 @@ def test_a_problem_names_setting_value_and_remedy(config, changes, words):
     assert len(problems) == bool(words) and all(word in problems[0] for word in words), problems
 
 
-def test_without_a_number_ray_takes_the_cores(config):
-    config.ray_kwargs.ray_init.num_cpus = None
-    assert bool(find_problems(config)) == (os.cpu_count() < 7)
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can read everything")
 def test_unreadable_model(config, model):
     (model / "config.json").chmod(0)
@@ -121,34 +116,6 @@ def test_the_vllm_and_the_cpu_that_are_there_are_looked_at(config, monkeypatch, 
     config.actor_rollout_ref.model.lora_rank = 8 if name == "installed_vllm" else 0  # some vLLMs load no adapter
     (problem,) = find_problems(config)
     assert all(word in problem for word in words), problem
-
-
-def test_heads_without_a_kernel(config, model):
-    """vLLM: "Unsupported CPU attention configuration: head_dim=16", at the first prompt."""
-    change(model / "config.json", head_dim=16)
-    (problem,) = find_problems(config)
-    assert str(model) in problem and "16 elements" in problem and "Allowed: 32, 48, 64" in problem
-    config.trainer.device = "cuda"
-    assert not any("attention" in problem for problem in find_problems(config)), "a limit of the CPU's kernels"
-
-
-def test_a_tokenizer_that_verl_cannot_build_prompts_with(config, model):
-    """verl: "Expected Qwen newline to tokenize to one token", for every prompt."""
-    change(model / "tokenizer.json", normalizer={"type": "Replace", "pattern": {"String": "\n"}, "content": ""})
-    (problem,) = find_problems(config)
-    assert f"{MODEL}={str(model)!r}" in problem
-    assert "Expected Qwen newline to tokenize to one token, got []" in problem and "QwenContinuousToken" in problem
-    config.actor_rollout_ref.model.tokenizer_path = str(cached_tiny_model("qwen3"))
-    assert find_problems(config) == [], "another tokenizer is the remedy"
-    config.actor_rollout_ref.model.tokenizer_path = None
-    shutil.copy(cached_tiny_model("llama") / "config.json", model)
-    assert find_problems(config) == [], "verl's builder for other models wants no newline"
-
-
-def test_a_tokenizer_cut_short(config, model):
-    (model / "tokenizer.json").write_text((model / "tokenizer.json").read_text()[:100])
-    (problem,) = find_problems(config)
-    assert "the tokenizer cannot be loaded" in problem and "tokenizer_path" in problem
 
 
 def test_plugin_not_loaded(config, monkeypatch):
@@ -328,13 +295,6 @@ def test_rubbish_in_a_runs_folder_ends_its_start(config, own_folder, monkeypatch
         call_as_hydra_does(config, "on_run_start", "on_job_start")
     said = capsys.readouterr().err
     assert str(own_folder / name) in said and "Traceback" not in said
-
-
-@pytest.mark.parametrize(("end", "left"), [("", None), ("soon", None), ("2500", 1000), ("1000", None)])
-def test_slurms_limit_is_known_in_its_jobs(config, monkeypatch, end, left):
-    monkeypatch.setenv("SLURM_JOB_END_TIME", end)
-    monkeypatch.setattr(probe.time, "time", lambda: 1500.0)
-    assert probe.probe_environment(config).seconds_left == left
 
 
 @pytest.mark.parametrize(("setting", "value", "words"), [

@@ -9,8 +9,6 @@ import pytest
 from composer import ROOT
 
 from verl_precision.check.preflight import find_problems
-from verl_precision.check.rules.registry import find_faults
-from verl_precision.check.rules.rule import RULES, Environment, Machine, Unknown
 from verl_precision.tools.checking import recipe_config
 from verl_precision.tools.checking.composing import compose_recipe
 from verl_precision.tools.checking.recipe_config import HERE, Meant, check_recipe
@@ -55,7 +53,7 @@ def errors(found) -> set[str]:
 def test_a_hub_model_that_is_known_by_name_is_looked_at():
     found = report(f"{GPUS} {GEMMA}", H100)
     assert errors(found) == {"vllm-refuses-fp16", "memory-training"}
-    assert "tokenizer-unknown" in unchecked(found) and "model-unknown" not in unchecked(found)
+    assert "model-unknown" not in unchecked(found)
 
 
 def test_a_model_that_nobody_knows_is_one_finding_with_what_was_not_looked_at(tmp_path):
@@ -63,12 +61,9 @@ def test_a_model_that_nobody_knows_is_one_finding_with_what_was_not_looked_at(tm
     assert not errors(found)
     (fault,) = [each for each in found.faults if each.setting == MODEL]
     assert fault.name == "model-unknown" and fault.severity == "unchecked" and fault.value == "some-lab/Own-7B"
-    subjects = ("the trainer's memory", "vLLM's memory", "whether vLLM takes the model in FP16")
-    assert all(subject in fault.problem for subject in (*subjects, "the tokenizer", "the chat template"))
+    subjects = ("the memory of a GPU", "attention heads", "whether vLLM takes it in FP16", "the length of its context")
+    assert all(subject in fault.problem for subject in subjects)
     assert "--model-config FILE" in fault.remedy and "hf download some-lab/Own-7B" in fault.remedy
-    assert not {each.name for each in RULES} & set(re.findall(r"[a-z0-9]+(?:-[a-z0-9]+){2,}", fault.problem)), (
-        "in words"
-    )
     sizes = {"num_hidden_layers": 42, "hidden_size": 3584, "num_attention_heads": 16, "num_key_value_heads": 8}
     sizes |= {"head_dim": 256, "intermediate_size": 14336, "vocab_size": 256000, "model_type": "gemma2"}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
@@ -79,13 +74,6 @@ def test_a_model_that_nobody_knows_is_one_finding_with_what_was_not_looked_at(tm
         found = report(words, Meant(gpu="H100", model_config=path))
         assert errors(found) == {"vllm-refuses-fp16", "memory-training"}
         assert "model-unknown" not in unchecked(found)
-
-
-def test_subjects_are_of_rules_that_would_have_looked():
-    found = unchecked(report(f"{GPUS} model.path=some-lab/Own-7B rollout.tensor_model_parallel_size=1", H100))
-    assert "heads" not in found["model-unknown"], "there is nothing to divide"
-    found = unchecked(report(f"{GPUS.replace('fp16', 'bf16')} model.path=some-lab/Own-7B", H100))
-    assert "FP16" not in found["model-unknown"]
 
 
 def test_a_path_with_a_known_name_is_taken_for_that_model_and_this_is_said():
@@ -102,10 +90,10 @@ def test_a_path_with_a_known_name_is_taken_for_that_model_and_this_is_said():
 def test_a_path_that_is_not_here_is_no_error_of_a_run_that_is_elsewhere(meant, why):
     words = f"{GPUS} model.path=/data/models/own data.val_files=/data/val.parquet"
     found = report(f"{words} reward.custom_reward_function.path=/data/reward.py", meant)
-    assert not errors(found) and not {each.name for each in found.faults} & {"model-missing", "files-missing"}
+    assert not errors(found) and "model-missing" not in {each.name for each in found.faults}
     said = unchecked(found)
-    assert {"model-unknown", "data-unknown", "reward-unknown"} <= said.keys()
-    assert f"({why})" in said["attention-not-installed"] and "could not be looked at" in said["attention-not-installed"]
+    assert "model-unknown" in said
+    assert f"({why})" in said["files-missing"] and "could not be looked at" in said["files-missing"]
     assert ("gpu-unknown" in said) is (meant.gpu is None)
 
 
@@ -130,27 +118,17 @@ def test_a_gpu_that_is_here_makes_a_run_one_that_is_here(monkeypatch):
 
 def test_a_gpu_that_nobody_names_is_said():
     said = unchecked(report(f"{GPUS} model.path=Qwen/Qwen3-8B"))
-    assert "the trainer's memory, vLLM's memory" in said["gpu-unknown"]
+    assert "the memory of a GPU" in said["gpu-unknown"]
     assert "gpu-unknown" not in unchecked(report(f"{GPUS} model.path=Qwen/Qwen3-8B +scale=1x8_h100"))
 
 
 @pytest.mark.parametrize(("words", "name", "subject"), [
-    ("critic.enable=True model.path=Qwen/Qwen3-8B", "memory-unknown", "vLLM's memory"),
-    ("model_engine=megatron model.path=Qwen/Qwen3-8B", "memory-unknown", "vLLM's memory"),
-    ("model.path=deepseek-ai/DeepSeek-V3", "shape-unknown", "the trainer's memory"),
-    ("data.train_files=/data/x.json", "data-unknown", "the column of prompts"),
-    ("data.train_files=hdfs://a/x.parquet", "data-unknown", "the batch against the rows"),
+    ("critic.enable=True model.path=Qwen/Qwen3-8B", "memory-unknown", "the memory of a GPU"),
+    ("model_engine=megatron model.path=Qwen/Qwen3-8B", "memory-unknown", "the memory of a GPU"),
+    ("model.path=deepseek-ai/DeepSeek-V3", "shape-unknown", "the memory of a GPU"),
 ])  # fmt: skip
 def test_other_looks_that_find_nothing_are_said(words, name, subject):
     assert subject in unchecked(report(f"{GPUS} {words}", H100))[name]
-
-
-def test_a_reward_function_that_only_running_tells_is_said(tmp_path):
-    (tmp_path / "reward.py").write_text("for name in 'ab':\n    globals()[name] = len\n")
-    words = f"reward.custom_reward_function.path={tmp_path}/reward.py"
-    assert "only running it" in unchecked(report(words, recipe=QUICKSTART))["reward-unknown"]
-    (tmp_path / "reward.py").write_text("def compute_score(**of): return 0.0\n")
-    assert unchecked(report(words, recipe=QUICKSTART)) == {}
 
 
 def test_the_critic_and_the_adapter_of_an_exact_run_are_said():
@@ -165,7 +143,7 @@ def test_vllm_that_is_not_here_is_said(monkeypatch):
 
     monkeypatch.setattr(probe, "installed_vllm", lambda: None)
     found = unchecked(report(f"{GPUS} model.path=Qwen/Qwen3-8B model.lora_rank=8", H100))
-    assert "whether vLLM loads adapters" in found["vllm-unknown"]
+    assert "whether it loads adapters" in found["vllm-unknown"]
 
 
 def test_a_check_of_a_run_here_has_nothing_that_was_not_looked_at():
@@ -179,19 +157,3 @@ def test_a_real_start_refuses_what_is_not_here_and_says_nothing_of_what_was_not_
     assert any("model-missing" in problem for problem in problems)
     assert any("files-missing" in problem for problem in problems)
     assert "Not looked at" not in f"{problems}{capsys.readouterr()}"
-
-
-def test_every_rule_that_asks_for_something_unknown_has_a_subject_in_words():
-    """Asked with nothing known on configs that make rules ask: the field of each that a rule has asked for."""
-    of_environment = {field for field in Environment.__dataclass_fields__} | {"shape"}
-    of_machine = {f"machine.{field}" for field in ("parameters", "columns", "train_rows", "reward_names", "head_size")}
-    unknown = Unknown("all", frozenset(of_environment | of_machine), MODEL, "", "")
-    known = Environment(machine=Machine(None, 0, 0), unknown=(unknown,))
-    fields = {"model", "shape", "gpus", "vllm", "critic", "adapter", "tokenizer_problem", *of_machine}
-    for words in (GPUS, f"{GPUS} +router_replay=rollout model.lora_rank=8 model.target_modules=[q_proj]"):
-        text = re.sub(r"(?<!\S)(\+*)(actor|rollout|model)\.", r"\1actor_rollout_ref.\2.", words)
-        config = compose_recipe(verls_own(), text.split())
-        for rule in RULES:
-            _, asked = rule.answer(config, known)
-            assert rule.about or not fields & asked, f"{rule.name} asks for {asked}: give it about=..."
-        assert find_faults(config, known)

@@ -19,7 +19,6 @@ ONE = "distillation.teacher_models.teacher_model"
 TAUGHT = f"distillation.enabled=True distillation.nnodes=1 {ONE}.model_path=owner/teacher"
 JUDGE = "reward.reward_model.rollout"
 LOSS = "distillation.distillation_loss"
-REFERENCE = "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.ref.fsdp_config"
 JUDGED = "reward.reward_model.enable=True reward.reward_model.model_path=owner/judge"
 
 
@@ -35,8 +34,6 @@ def composed(words: str):
     (f"{TAUGHT} {LOSS}.policy_loss_mode=gspo", f"{LOSS}.policy_loss_mode"),
     (JUDGED, "reward.reward_model.rollout.name"),
     (f"{JUDGED} {JUDGE}.name=vllm +{JUDGE}.mode=sync", f"{JUDGE}.mode"),
-    (f"{REFERENCE}.strategy=none", "ref.fsdp_config.strategy"),
-    ("skip.rollout.action=never", "skip.rollout.action"),
     ("actor_rollout_ref.actor.profiler.tool_config.npu.level=high", "actor.profiler.tool_config.npu.level"),
     # the key is right in another block, which is not blamed
     ("+actor_rollout_ref.actor.policy_loss.tau_pos=1.0", "actor.policy_loss.tau_pos"),
@@ -51,7 +48,6 @@ def test_verl_refuses_a_block_that_is_enabled(words, setting):
     f"{JUDGED} reward.reward_model.rollout.name=vllm",
     "actor_rollout_ref.actor.use_kl_loss=True",
     "distillation.distillation_loss.loss_mode=k1",  # not enabled, and not built
-    "actor_rollout_ref.ref.fsdp_config.strategy=none",  # there is no reference
     "trainer.v1.trainer_mode=vp_separate_async",
 ])  # fmt: skip
 def test_a_block_that_verl_accepts_or_does_not_build_is_left_alone(words):

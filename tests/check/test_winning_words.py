@@ -9,8 +9,9 @@ from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from verl_precision.check.preflight import PreflightCallback
+from verl_precision.check.rules.presets import without_chosen
 from verl_precision.check.rules.registry import find_faults
-from verl_precision.check.rules.rule import Environment
+from verl_precision.check.rules.rule import Environment, Fault
 from verl_precision.check.winning_words import let_presets_win, winning_words
 from verl_precision.cli import app
 from verl_precision.integration.trainer.run_identity import RUN_FILE
@@ -134,7 +135,7 @@ def test_one_finding_says_what_wins_over_what_and_with_which_effect(words, setti
     assert fault.severity == severity and effect in fault.problem, fault
     assert "Leave out" in fault.remedy and ("+presets=win" in fault.remedy or "rollout_is" in setting)
     ours = {each.name for each in find_faults(config, Environment())} - {fault.name, "preset-overruled"}
-    assert not ours & {"setting-ignored", "bypass-clips-mismatch", "clip-ratio-c-ignored"}, "one finding for one cause"
+    assert not ours & {"setting-ignored", "bypass-clips-mismatch"}, "one finding for one cause"
 
 
 @pytest.mark.parametrize("words", [
@@ -186,16 +187,6 @@ def test_the_presets_that_win_are_as_if_the_words_were_left_out():
         kept = {key: other.get("rollout_correction", {}).get(key) for key in one.get("rollout_correction", {})}
         assert {**one, "rollout_correction": kept} == {**other, "rollout_correction": kept}
     assert {each["word"] for each in config.presets.replaced} == set(words)
-
-
-def test_in_megatrons_words_too():
-    words = f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=bf16", "model_engine=megatron", "trainer.device=cuda"
-    from verl_precision.base.other_engines import fit_to_engine
-
-    config = composed("+precision=fp16", *words)
-    before = [each.setting for each in winning_words(config)]
-    fit_to_engine(config)
-    assert [each.setting for each in winning_words(config)] == before == [words[0].partition("=")[0]]
 
 
 def check(*arguments: str):
@@ -274,3 +265,29 @@ def test_in_a_multirun_presets_cannot_win_and_the_run_is_refused(root, monkeypat
     with pytest.raises(SystemExit):
         PreflightCallback().on_job_start(config)
     assert "multirun" in (said := capsys.readouterr().err) and "leave out algorithm.adv_estimator=grpo" in said
+
+
+CHOSEN = OmegaConf.create({"hydra": {"runtime": {"choices": {"estimator": "pg_seq_is", "precision": "fp16"}}}})
+REPLACED = "is chosen: leave out the words that replace what it sets."
+
+
+@pytest.mark.parametrize(("remedy", "left"), [
+    ("Set it to False, or choose estimator=pg_seq_is.", "Set it to False."),
+    ("Choose precision=fp16, or set a.dtype=fp16.", "Set a.dtype=fp16."),
+    ("Choose estimator=pg_seq_is, pg_seq_tis or pg_seq_mis.", f"estimator=pg_seq_is {REPLACED}"),
+    ("Choose estimator=pg_seq_tis or pg_seq_is, which do it.", f"estimator=pg_seq_is {REPLACED}"),
+    ("Choose a precision preset, whose engine does.", f"precision=fp16 {REPLACED}"),
+    ("Choose a preset (precision=fp16) instead of setting dtype.", f"precision=fp16 {REPLACED}"),
+    ("Set a.rescue_precision=fp16.", "Set a.rescue_precision=fp16."),
+    ("Choose precision=bf16, or choose a pair.", "Choose precision=bf16, or choose a pair."),
+])  # fmt: skip
+def test_what_is_chosen_is_not_asked_for(remedy, left):
+    assert without_chosen(Fault(remedy=remedy), CHOSEN).remedy == left
+    assert without_chosen(Fault(remedy=remedy), OmegaConf.create()).remedy == remedy
+
+
+def test_a_word_of_the_command_that_is_at_fault_is_named():
+    config = OmegaConf.merge(CHOSEN, {"hydra": {"overrides": {"task": ["+precision=fp16", "a.dtype=bfloat16"]}}})
+    fault = Fault(setting="a.dtype", remedy="Choose precision=fp16, or choose a pair.")
+    left = "Leave out a.dtype, which replaces a part of precision=fp16, or choose a pair."
+    assert without_chosen(fault, config).remedy == left

@@ -28,8 +28,6 @@ SCRIPTS = sorted(path for path in (ROOT / "recipes").rglob("*") if path.suffix i
 SCRIPTS += sorted((ROOT / "requirements").glob("*.sh"))
 SANITY = "recipes/sanity/sanity.yaml"
 ids = {"ids": lambda value: getattr(value, "stem", str(value))}
-# Rules of edits that verl accepts in silence: no recipe is such an edit.
-ACCEPTED_BY_VERL = {"value-unusual", "setting-ignored", "trains-little", "progress-not-kept", "chat-template-missing"}
 AXES = (RECIPES, *(preset_names(group) for group in ("precision", "estimator", "scale")))
 
 
@@ -100,7 +98,7 @@ def test_composes_and_verl_and_the_check_agree_on_it(recipe, precision, estimato
     severity = "error" if scale == "2x8_h100" else "warning"  # docs/scales.md
     assert memory == ({("memory-training", severity)} if too_large else set())
     if recipe in PAPER:
-        assert not {fault.name for fault in found} & ACCEPTED_BY_VERL, found
+        assert "setting-ignored" not in {fault.name for fault in found}, "which verl accepts in silence"
         assert config.trainer.experiment_name.startswith(precision), "no run resumes from another's checkpoint"
         of_task = "recipes/data/stand_in.jsonl" if on_cpu else f"data/{config.task.cuda.train.split('/')[1]}/"
         assert config.data.train_files.startswith(of_task)

@@ -7,17 +7,10 @@ from composer import PAPER, ROOT, compose_recipe
 
 from verl_precision.check.models import known_models
 from verl_precision.check.rules import gpu_memory as memory
-from verl_precision.check.rules.checkpoints import checkpoint_bytes, step_seconds
+from verl_precision.check.rules.files import checkpoint_bytes
 from verl_precision.check.rules.gpu_memory import GIB, REST
 
 SHAPES = {name: memory.shape_of(described) for name, described in known_models().items()}
-PUBLISHED = {  # billions of parameters, from the model cards
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1.78,
-    "Qwen/Qwen3-30B-A3B-Base": 30.5,
-    "Qwen/Qwen3-14B-Base": 14.8,
-    "Qwen/Qwen2.5-Math-1.5B": 1.54,
-    "OctoThinker/OctoThinker-3B-Hybrid-Base": 3.21,
-}
 GPU = 80 * GIB
 FILLED = 0.9  # of a GPU, at most, since the arithmetic is good to some GiB
 SCALES = ("1x8_a100", "1x8_h100", "2x8_h100", "8x8_h100")
@@ -34,6 +27,17 @@ def training_bytes(model, gpus: int, tokens: int, offloaded: bool = False) -> in
     return state + memory.gathered_bytes(model) + memory.activation_bytes(model, tokens) + REST
 
 
+def rollout_bytes(model, gpus: int, share: float, width: int = 12) -> int:
+    """Return the peak of a GPU while vLLM has its share and `width` bytes a parameter of the trainer's state stay."""
+    return memory.state_bytes(model, gpus, width) + int(share * GPU) + REST
+
+
+def kv_tokens(model, parallel: int, share: float) -> int:
+    """Return how many tokens of KV cache a replica of vLLM holds; a tenth of its share is for its own work."""
+    left, heads = 0.9 * share * GPU - 2 * model.parameters / parallel, max(model.kv_heads / parallel, 1)
+    return int(left // (2 * 2 * model.layers * heads * model.head_dim))
+
+
 def row(recipe: str, scale: str) -> dict[str, float]:
     """Return the arithmetic of one recipe at one scale, in GiB."""
     config = composed(recipe, scale)
@@ -47,19 +51,14 @@ def row(recipe: str, scale: str) -> dict[str, float]:
         "gathered": memory.gathered_bytes(model) / GIB,
         "activations": memory.activation_bytes(model, tokens) / GIB,
         "training": training_bytes(model, gpus, tokens, fsdp.offload_policy) / GIB,
-        "rollout": memory.rollout_bytes(model, gpus, share, GPU, 0 if away else 12) / GIB,
+        "rollout": rollout_bytes(model, gpus, share, 0 if away else 12) / GIB,
         "host": memory.state_bytes(model, config.trainer.nnodes) / GIB if away else 0,
-        "longest responses at a time": memory.kv_tokens(model, parallel, share, GPU) / rollout.max_model_len,
+        "longest responses at a time": kv_tokens(model, parallel, share) / rollout.max_model_len,
     }
 
 
 def line(recipe: str, scale: str) -> str:
     return f"| {recipe} | `{scale}` | " + " | ".join(f"{value:.0f}" for value in row(recipe, scale).values()) + " |"
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_shapes_have_the_published_number_of_parameters(name):
-    assert SHAPES[name].parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=0.01)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -81,22 +80,19 @@ def test_fits(recipe, scale):
 def test_a_recipe_says_truly_whether_its_state_fits_8_gpus(recipe):
     config = composed(recipe, "1x8_h100")
     model, actor = SHAPES[config.actor_rollout_ref.model.path], config.actor_rollout_ref.actor
-    peak = max(training_bytes(model, 8, actor.ppo_max_token_len_per_gpu), memory.rollout_bytes(model, 8, 0.6, GPU))
+    peak = max(training_bytes(model, 8, actor.ppo_max_token_len_per_gpu), rollout_bytes(model, 8, 0.6))
     assert bool(config.get("state_exceeds_8_gpus")) is (peak >= FILLED * GPU)
 
 
-def test_the_estimated_time_of_a_step_is_roughly_that_of_the_expected_hours():
-    """Which know the lengths of responses; `check` takes half of the allowed one. A fifth is for all else."""
+def test_the_expected_hours_are_those_of_their_seconds():
+    """A fifth is for all else."""
     table = r"^\| (\w+)(?:, (\w+))? \| `(\w+)` \| .*\| ([\d,]+) s \| ([\d,]+) s \| ([\d,]+) \| ([\d,]+) \|"
     rows = re.findall(table, (ROOT / "recipes" / "README.md").read_text(), re.M)
     assert {recipe for recipe, *_ in rows} == set(TRAINED)
     assert {precision for _, precision, *_ in rows} == {"", "BF16", "FP16"}, "experts in FP16 have hours of their own"
-    for recipe, _, scale, *numbers in rows:
+    for _, _, _, *numbers in rows:
         generation, training, iterations, hours = (float(number.replace(",", "")) for number in numbers)
-        config, seconds = composed(recipe, scale), 1.2 * (generation + training)
-        assert hours == pytest.approx(seconds * iterations / 3600, rel=0.05, abs=0.5)
-        estimate = step_seconds(config, SHAPES[config.actor_rollout_ref.model.path])
-        assert 1 / 3 < estimate / seconds < 2, (recipe, scale)
+        assert hours == pytest.approx(1.2 * (generation + training) * iterations / 3600, rel=0.05, abs=0.5)
 
 
 def checkpoint_line(recipe: str) -> str:

@@ -8,7 +8,7 @@ verl_precision.trainer  classes of trainer callbacks, by the run's config       
 verl_precision.driver   what may take the driver's place, by the run's config   integration/trainer
 verl_precision.engine   steps of an engine's build, by the engine's settings    integration/engine/build.py
 verl_precision.rollout  functions that a vLLM process calls as it starts        integration/cpu/vllm_on_cpu.py
-verl_precision.rules    modules of rules; each is always loaded                 check/rules
+verl_precision.rules    modules of rules, by the run's config                   check/rules
 verl_precision.resolve  what `${verl_precision.<name>:...}` in a config asks    integration/resolvers.py
 """
 

@@ -1,15 +1,12 @@
 """What can be known to fail, said before Ray or a model starts: in a run that has a preset, and by `check`.
 
-preflight           asks the rules in the driver of a run, and ends it at an error
-composition         what Hydra takes without a word and verl cannot use
-winning_words       words of the command that win over presets; presets=win, with which they do not
-who_decides         who says a setting: verl, a recipe, a preset
-keys                keys of a config, of older verls, and of one main alone
-probe               what rules know beyond the config: this machine, verl's answers, vLLM's kernels
-models              what is known of a model without loading it; `served_models`: those beside the policy
-loss_trial          the policy loss in force, tried on a small batch
-unknowns            what could not be found out, for a verdict that says what was not checked
-verl_refusals       what verl's own validators, typed configs and registries refuse
-rules/              what can be wrong with a config: every rule, once
-remedies            remedies that do not ask for what is chosen
+preflight      asks the rules in the driver of a run, and ends it at an error
+composition    what Hydra takes without a word and verl cannot use
+winning_words  words of the command that win over presets; presets=win, with which they do not
+who_decides    who says a setting: verl, a recipe, a preset
+keys           keys of a config, of older verls, and of one main alone
+probe          what rules know beyond the config; `unknowns`: what could not be found out; `loss_trial`: the loss, tried
+models         what is known of a model without loading it; `served_models`: those beside the policy
+verl_refusals  what verl's own validators, typed configs and registries refuse
+rules/         what can be wrong with a config: every rule, once
 """

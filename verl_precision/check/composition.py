@@ -20,17 +20,14 @@ def require_overrides(words: Sequence[str]) -> None:
     """
     chosen: dict[str, str] = {}
     for index, word in enumerate(words):
-        near = " ".join(words[max(index - 1, 0) : index + 3])
         if word.startswith("-"):
-            flag, _, value = word.partition("=")
-            value = value or next((each for each in words[index + 1 : index + 2] if "=" not in each), "VALUE")
-            written = f"{flag.lstrip('-')}={value}" if flag.lstrip("-") in preset_groups() else "settings as KEY=VALUE"
+            flag, _, value = word.lstrip("-").partition("=")
+            value = value or " ".join(words[index + 1 : index + 2])
+            written = f"{flag}={value}" if flag in preset_groups() else "settings as KEY=VALUE"
             problem, allowed = "there is no such option here", "the options of --help, and Hydra overrides"
-            raise ConfigurationError(problem, setting=flag, value=value, allowed=allowed, remedy=f"Write {written}.")
+            raise ConfigurationError(problem, setting=word, value=value, allowed=allowed, remedy=f"Write {written}.")
         if not re.match(r"~|[^=]+=", word):
-            joined = [each for each in re.sub(r"\s*=\s*", "=", near).split() if "=" in each and each not in words]
-            problem = f"`{word}` is not an override" + (": `=` has no spaces around it" if joined else "")
-            remedy = f"Write {joined[0]}." if joined else "Quote a value that has spaces."
+            problem, remedy = f"`{word}` is not an override", "Quote a value that has spaces; none are around the `=`."
             raise ConfigurationError(problem, allowed="KEY=VALUE, +KEY=VALUE or ~KEY", remedy=remedy)
         key, _, name = word.lstrip("+").partition("=")
         if key in preset_groups() and chosen.setdefault(key, name) != name:

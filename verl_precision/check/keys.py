@@ -20,6 +20,15 @@ def keys_of(node: object, path: str = "") -> Iterator[str]:
             yield from keys_of(value, f"{path}{key}.")
 
 
+def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield path and value of each setting of a plain config that is no block, or an empty one."""
+    if not isinstance(node, dict) or not node:
+        yield path, node
+        return
+    for key, value in node.items():
+        yield from leaves(value, f"{path}.{key}" if path else str(key))
+
+
 @functools.cache
 def table_of_keys() -> dict[str, dict[str, str]]:
     """Return the table: section, key of then, today's key or words."""

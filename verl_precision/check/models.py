@@ -43,11 +43,7 @@ class Described:
 
 
 def described(config: DictConfig, owner: str = "actor_rollout_ref", given: Path | None = None) -> Described:
-    """Return what is known of a config's model; `given` is a `config.json`, or its folder, that stands for the model's.
-
-    Raises:
-        ConfigurationError: If a file is there and is no `config.json`.
-    """
+    """Return what is known of a config's model; `given` is a `config.json`, or its folder, that stands for its own."""
     if given is not None:
         return Described(read_config(given, "--model-config"))
     return model_named(str(config[owner].model.path), f"{owner}.model.path")
@@ -85,11 +81,7 @@ def _cached(name: str) -> Path | None:
 
 
 def read_config(path: Path, setting: str) -> dict[str, Any]:
-    """Return the content of a `config.json`, or of the one in a folder; what describes the text lies at its top.
-
-    Raises:
-        ConfigurationError: If there is none, or if it is not what transformers could read.
-    """
+    """Return the content of a `config.json`, or of the one in a folder; what describes the text lies at its top."""
     try:
         file = path / "config.json" if path.is_dir() else path
         found = file.stat()
@@ -131,8 +123,7 @@ def by_name(name: str) -> Described:
     """Return what is known of a model by its name: a name of the hub, or the last part of a path.
 
     A known model's own name has all of its facts, in upper or lower case. Otherwise the last part decides, without what
-    leaves a shape as it is (`VARIANT`): `unsloth/Qwen2.5-7B-Instruct-bnb-4bit` and `/models/Qwen2.5-7B` have the shape
-    of Qwen/Qwen2.5-7B. Of such a model neither the length of its context nor its chat template is taken over.
+    leaves a shape as it is (`VARIANT`), for all but the length of the context.
     """
     own = {known.lower(): known for known in known_models()}
     if hub := CACHED.search(name):
@@ -144,8 +135,7 @@ def by_name(name: str) -> Described:
     stems = {_stem(each): known for each, known in reversed(lasts.items())}
     if (known := lasts.get(last) or stems.get(_stem(last))) is None:
         return Described()
-    left_out = ("max_position_embeddings", "has_chat_template")
-    shape = {key: value for key, value in known_models()[known].items() if key not in left_out}
+    shape = {key: value for key, value in known_models()[known].items() if key != "max_position_embeddings"}
     return Described(shape, known)
 
 

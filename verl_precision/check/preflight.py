@@ -1,7 +1,6 @@
 """What can be known to fail, said before Ray or a model starts.
 
-Every preset installs `PreflightCallback` into Hydra, which calls it in the driver once the config is composed. A
-problem ends the process with its message and exit code 1: setting, value got, what is allowed, what to do.
+Every preset installs `PreflightCallback` into Hydra, which calls it in the driver once the config is composed.
 """
 
 import sys
@@ -16,7 +15,7 @@ from verl_precision.base.other_engines import fit_to_engine
 from verl_precision.check.composition import require_complete, require_overrides, unresolved
 from verl_precision.check.probe import probe_environment
 from verl_precision.check.rules.mains import WITHOUT_PARTS
-from verl_precision.check.rules.memory import GPU_RULES
+from verl_precision.check.rules.memory import OF_GPU
 from verl_precision.check.rules.presets import OF_PRESETS
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.verl_refusals import mistyped
@@ -36,10 +35,9 @@ class PreflightCallback(Callback):
 
     @_ends_the_start
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Have verl start the trainer that measures the mismatch, unless `mismatch.enabled` is False; name the run.
+        """Refuse words, let presets win, fit the config to its engine, and name the run.
 
-        The last moment at which the config that verl will get can change. Hydra's multirun has no such moment: there,
-        `trainer.v1.trainer_mode=vp_sync` says it, and a run's name has no digest.
+        The last moment at which the config that verl will get can change; Hydra's multirun has none.
         """
         try:
             require_overrides(list(OmegaConf.select(config, "hydra.overrides.task") or ()))
@@ -55,11 +53,7 @@ class PreflightCallback(Callback):
 
     @_ends_the_start
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Follow the config's platform, ask every rule, and begin.
-
-        Raises:
-            SystemExit: With the messages of all errors.
-        """
+        """Follow the config's platform, ask every rule, and begin; end with the messages of all errors."""
         follow_platform(config)
         if problems := find_problems(config):
             print("\n".join(f"verl_precision: {problem}" for problem in problems), file=sys.stderr)
@@ -79,15 +73,14 @@ def find_problems(config: DictConfig) -> list[str]:
     """Ask every rule about the config and this machine; return the messages of what would not work.
 
     What could not be looked at is not said: the run itself is about to. The driver does not ask for GPUs, which would
-    start CUDA in it: only warnings depend on them. The memory of the GPU that a scale is named after is not always that
-    of the GPU that is there, so what exceeds it is said and not refused. Of warnings, those about a preset that is not
-    wholly in force are said.
+    start CUDA in it, and they may be larger than those a scale is named after: what exceeds these is said, not refused.
+    Of warnings, those about a preset that is not wholly in force are said.
     """
     if wrong := mistyped(config):  # a rule would compute with the text
         return [str(error) for error in wrong]
     found = find_faults(config, probe_environment(config))
     errors = [fault for fault in found if fault.severity == "error"]
     for fault in found:
-        if fault.name in (GPU_RULES if fault.severity == "error" else (*OF_PRESETS, WITHOUT_PARTS)):
+        if fault.name in ((OF_GPU,) if fault.severity == "error" else (*OF_PRESETS, WITHOUT_PARTS)):
             print(f"verl_precision: warning: {fault}", file=sys.stderr)
-    return [str(fault) for fault in errors if fault.name not in GPU_RULES]
+    return [str(fault) for fault in errors if fault.name != OF_GPU]

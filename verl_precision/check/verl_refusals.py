@@ -23,11 +23,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import FSDP, engines, lora_rank
+from verl_precision.check.keys import leaves
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.tables import NUMBERS_OR_NULL, null_number
 from verl_precision.check.served_models import teaches
 from verl_precision.integration.ledger import lost_symbols
-from verl_precision.integration.trainer.trainers import MODES, PREFIX
 
 
 def refusals(config: DictConfig) -> tuple[ConfigurationError, ...]:
@@ -40,7 +40,6 @@ def refusals(config: DictConfig) -> tuple[ConfigurationError, ...]:
 
 def _names(config: DictConfig) -> Iterator[ConfigurationError]:
     """Ask verl's registries for each name that is looked up in one."""
-    from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
     from verl.trainer.ppo import core_algos
     from verl.utils.torch_dtypes import PrecisionType
     from verl.utils.tracking import Tracking
@@ -51,12 +50,6 @@ def _names(config: DictConfig) -> Iterator[ConfigurationError]:
     ]
     if config.actor_rollout_ref.model.get("external_lib") is None:  # else it may register more, in the workers
         questions.append(("actor_rollout_ref.actor.policy_loss.loss_mode", core_algos.get_policy_loss_fn))
-    if OmegaConf.select(config, "reward.reward_manager.source") == "register":
-        questions.append(("reward.reward_manager.name", get_reward_manager_cls))
-    if config.trainer.get("use_v1", True) and str(config.trainer.v1.trainer_mode).removeprefix(PREFIX) not in MODES:
-        from verl.trainer.ppo.v1 import get_trainer_cls  # imports the trainers: only to learn who is not one
-
-        questions.append(("trainer.v1.trainer_mode", get_trainer_cls))
     for engine in engines(config):
         mixed = (engine.node.get("mixed_precision") or {}) if engine.strategy in FSDP else {}
         places = [f"mixed_precision.{key}" for key in mixed if str(key).endswith("_dtype")]
@@ -70,11 +63,9 @@ def _names(config: DictConfig) -> Iterator[ConfigurationError]:
         except (ValueError, RuntimeError, KeyError) as error:
             known = [each.value for each in core_algos.AdvantageEstimator if look_up is core_algos.get_adv_estimator_fn]
             yield _refused(error, setting, value, known)
-    rollout = config.actor_rollout_ref.rollout
-    for position, key in enumerate(("name", "mode")):
-        known = sorted({pair[position] for pair in _ROLLOUT_REGISTRY})
-        if rollout[key] not in known:
-            yield _refused("it has no such rollout", f"actor_rollout_ref.rollout.{key}", rollout[key], known)
+    rollout, known = config.actor_rollout_ref.rollout.name, sorted({name for name, _ in _ROLLOUT_REGISTRY})
+    if rollout not in known:
+        yield _refused("it has no such rollout", "actor_rollout_ref.rollout.name", rollout, known)
     for name in names_in(config, "trainer.logger"):
         if name not in (*Tracking.supported_backend, "tracking"):
             problem = f"{name} is not supported, which it says once everything is loaded"
@@ -170,42 +161,36 @@ def _is_number(value: object, whole: bool) -> bool:
 
 
 def _typed(config: DictConfig) -> Iterator[ConfigurationError]:
-    """Build verl's typed configs and an optimizer of one parameter, and have verl validate the whole."""
-    import torch
+    """Build verl's typed configs, and have verl validate the whole."""
     from verl.utils.config import omega_conf_to_dataclass, validate_config
-    from verl.utils.skip import SkipManagerConfig
-    from verl.workers.config.optimizer import build_optimizer
 
     if lora_rank(config):  # of its rank verl asks vLLM, whose import takes long; a rule says the same
         config = deepcopy(config)
         with open_dict(config):
             config.actor_rollout_ref.model.lora_rank, config.actor_rollout_ref.model.lora = 0, {}
 
-    def optimizer(owner: str) -> None:
-        optim = OmegaConf.select(config, f"{owner}.optim")
-        if optim.get("optimizer_impl") == "torch.optim":
-            build_optimizer([torch.nn.Parameter(torch.zeros(1))], omega_conf_to_dataclass(optim))
-
     # need_critic and need_reference_policy of verl import data sets
     roles = [engine.role for engine in engines(config)]
 
     def critic() -> None:
-        gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
-        omega_conf_to_dataclass(_block(config, "critic")).validate(gpus, config.data.train_batch_size)
+        block, gpus = deepcopy(config.critic), config.trainer.nnodes * config.trainer.n_gpus_per_node
+        with open_dict(block):
+            block.model = None  # its files may not be here
+        omega_conf_to_dataclass(block).validate(gpus, config.data.train_batch_size)
 
     def built(block: str) -> tuple[str, Callable[[], object]]:
-        kind = SkipManagerConfig if block == "skip" else None
-        return block, lambda: omega_conf_to_dataclass(_block(config, block), kind)
+        return block, lambda: omega_conf_to_dataclass(OmegaConf.select(config, block))
 
-    actor = "actor_rollout_ref.actor"
     steps: list[tuple[str, Callable[[], object]]] = [
-        *map(built, (actor, "actor_rollout_ref.rollout")),
-        (f"{actor}.optim", lambda: optimizer(actor)),
+        *map(built, ("actor_rollout_ref.actor", "actor_rollout_ref.rollout")),
         ("", lambda: validate_config(config, "ref" in roles, use_critic=False)),
-        *map(built, _enabled(config)),
     ]
+    if teaches(config):
+        steps.append(built("distillation"))
+    if OmegaConf.select(config, "reward.reward_model.enable"):
+        steps.append(built("reward.reward_model.rollout"))
     if "critic" in roles:
-        steps += [("critic", critic), ("critic.optim", lambda: optimizer("critic"))]
+        steps.append(("critic", critic))
     for block, step in steps:
         try:
             step()
@@ -218,63 +203,26 @@ def _typed(config: DictConfig) -> Iterator[ConfigurationError]:
             return
 
 
-def _enabled(config: DictConfig) -> Iterator[str]:
-    """Yield the other blocks of which verl builds a typed config in this run, most of them in a worker."""
-    if any(engine.role == "ref" for engine in engines(config)):
-        yield "actor_rollout_ref.ref"
-    if teaches(config):
-        yield "distillation"
-    if OmegaConf.select(config, "reward.reward_model.enable"):
-        yield "reward.reward_model.rollout"
-    if str(config.trainer.v1.trainer_mode).removeprefix(PREFIX) == "separate_async":
-        yield "trainer.v1.separate_async.hybrid_rollout"
-    if OmegaConf.select(config, "skip"):
-        yield "skip"
-
-
-def _block(config: DictConfig, path: str) -> DictConfig:
-    """Return a block as verl builds it: without the critic's files, which may not be here; the reference's renamed."""
-    block, actor = deepcopy(OmegaConf.select(config, path)), config.actor_rollout_ref.actor
-    with open_dict(block):
-        if path == "critic":
-            block.model = None
-        if path.endswith(".ref"):  # ActorRolloutRefWorker.init_model
-            block.ppo_mini_batch_size = actor.ppo_mini_batch_size
-            for key in ("micro_batch_size", "micro_batch_size_per_gpu", "max_token_len_per_gpu"):
-                block[f"ppo_{key}"] = block.pop(f"log_prob_{key}", None)
-            block.use_dynamic_bsz = block.pop("log_prob_use_dynamic_bsz", False)
-    return block
-
-
 def _at_fault(config: DictConfig, block: str, error: BaseException) -> tuple[str, object]:
-    """Return the setting that verl's message, or its assertion, names; the block where it names none."""
+    """Return the setting that verl's message, or its assertion, names by path, key or value; the block if by none."""
     cause = error.__cause__ or error
-    frames, found = traceback.extract_tb(cause.__traceback__), []
-    text = f"{cause} {frames[-1].line if frames else ''}"
+    frames = traceback.extract_tb(cause.__traceback__)
+    text = str(cause) or (frames[-1].line or "" if frames else "")
+    said = set(re.findall(r"[A-Za-z_][\w-]*", text))
     given = {word.lstrip("+").partition("=")[0] for word in OmegaConf.select(config, "hydra.overrides.task") or ()}
     inner = re.search(r"^full_key: ([\w.]+)", str(error), re.M)  # where Hydra was when a class refused
     block = inner[1] if inner and OmegaConf.is_dict(OmegaConf.select(config, inner[1])) else block
+    found = []
     for root in [block] if block else ["data", "actor_rollout_ref", "algorithm"]:
-        for path, value in _leaves(root, OmegaConf.select(config, root)):
-            words = [str(word) for word in (path.rpartition(".")[2], value)]  # a message may have one of them, or both
-            named = [re.search(rf"(?<![A-Za-z_]){re.escape(word)}(?![A-Za-z_])", text) for word in words]
-            for word, place in zip(words, named, strict=True):
-                if place is not None and len(word) > 1 and (word is words[0] or isinstance(value, str)):
-                    found.append(
-                        (None in named, path not in given, place.start(), -len(word), path.count("."), path, value)
-                    )
-    if not found:
-        return block or "actor_rollout_ref", "(the block)"
-    *_, path, value = min(found, key=lambda entry: entry[:6])
+        node = OmegaConf.select(config, root)
+        plain = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+        for path, value in leaves(plain, root):
+            for word in (path.rpartition(".")[2], value):
+                if isinstance(word, str) and word in said:
+                    found.append((path not in text, path not in given, -len(word), path.count("."), path, value))
+                    break
+    *_, path, value = min(found, key=lambda entry: entry[:5], default=(block or "actor_rollout_ref", "(the block)"))
     return path, value
-
-
-def _leaves(path: str, node: Any) -> Iterator[tuple[str, object]]:
-    if not OmegaConf.is_dict(node):
-        yield path, node
-        return
-    for key in node:
-        yield from _leaves(f"{path}.{key}", "???" if OmegaConf.is_missing(node, key) else node[key])
 
 
 def _refused(said: str | BaseException, setting: str, value: object, known: Iterable[str] = ()) -> ConfigurationError:

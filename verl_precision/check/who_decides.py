@@ -6,18 +6,18 @@ Hydra's own node, which is enough to ask Hydra for the same list of files again,
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.check.keys import leaves
 from verl_precision.integration.ledger import lost_symbols
 from verl_precision.presets import preset_groups
 
 WINNING = "presets=win"  # the feature of the ledger without which nobody is known
-USERS = ("command", "recipe", "config")  # who is no preset and not verl
 _VERLS = re.compile(r"verl[/.](trainer|experimental)[/.]|(^|/)hydra\.conf")  # places of files that no user wrote
 _OURS = ("pkg://verl_precision.presets", "structured://")  # where presets are, if one is chosen
 
@@ -60,26 +60,6 @@ def decisions(config: DictConfig) -> Decisions:
     return Decisions(_origins(sources, name, (*hydra.overrides.hydra, *groups)), words)
 
 
-def speaker_of(config: DictConfig, setting: str) -> str:
-    """Return who says a setting: one of `USERS`, the name of a preset, or nobody but verl (empty).
-
-    Of a config without Hydra's own node nothing is known, and whatever it says is taken to be a user's.
-    """
-    if OmegaConf.select(config, "hydra.job.config_name") is None:
-        return "config"
-    said = decisions(config)
-    if said.word_about(setting) is not None:
-        return "command"
-    origin = said.origins.get(setting)
-    return "" if origin is None else origin.who if origin.group else "recipe"
-
-
-def preset_of(config: DictConfig, setting: str) -> str:
-    """Return the chosen preset that has the setting, whoever says it in the end; empty for none."""
-    origin = decisions(config).origins.get(setting)
-    return origin.who if origin is not None and origin.group else ""
-
-
 def words_of(config: DictConfig) -> tuple[tuple[str, str], ...]:
     """Return setting and whole word of each word of the command that chooses no group."""
     choices = OmegaConf.select(config, "hydra.runtime.choices") or {}
@@ -113,7 +93,7 @@ def _origins(sources: tuple[tuple[str, str], ...], name: str, words: tuple[str, 
             continue
         content: Any = OmegaConf.to_container(loader.repository.load_config(path).config, resolve=False)
         preset = _chosen(path, each.parent, parents)
-        for setting, value in _flat(content, each.package or ""):
+        for setting, value in leaves(content, each.package or ""):
             origin = Origin("=".join(preset), value, preset[0], path.startswith("parts/")) if preset else None
             origins[setting] = _stronger(origins.get(setting), origin) if origin else Origin(f"{path}.yaml", value)
     return origins
@@ -136,11 +116,3 @@ def _stronger(known: Origin | None, later: Origin) -> Origin:
     """Return the later of two, which Hydra takes; of two that say the same, the one that means it, not its machine."""
     same = known is not None and known.group and known.value == later.value
     return known if known is not None and same and (later.offered or later.group == "scale") else later
-
-
-def _flat(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if not isinstance(node, dict) or not node:
-        yield path, node
-        return
-    for key, value in node.items():
-        yield from _flat(value, f"{path}.{key}" if path else str(key))

@@ -9,7 +9,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import short
@@ -63,10 +62,10 @@ def winning_words(config: DictConfig) -> list[WinningWord]:
     said, found, trial = decisions(config), [], None
     for setting, origin in said.origins.items():
         about = said.word_about(setting) if origin.group else None
-        if about is None or setting.startswith("hydra."):
+        if about is None or setting.startswith("hydra.") or _is_moved(config, setting):
             continue
-        value, wanted = _in_force(config, setting, *about), origin.value
-        if "${" in str(wanted) and not _is_moved(config, setting):
+        value, wanted = _plain(OmegaConf.select(config, setting)), origin.value
+        if "${" in str(wanted):
             trial = copy.deepcopy(config) if trial is None else trial
             _put(trial, setting, wanted)
             wanted = _plain(OmegaConf.select(trial, setting))
@@ -80,7 +79,7 @@ def with_presets_winning(config: DictConfig) -> DictConfig:
     """Return a copy of a config in which no word contradicts a preset."""
     changed = copy.deepcopy(config)
     for each in winning_words(config):
-        if each.contradicts and not _is_moved(config, each.setting):
+        if each.contradicts:
             _put(changed, each.setting, each.written)
     return changed
 
@@ -91,18 +90,9 @@ def is_option(setting: str, origin: Origin) -> bool:
 
 
 def _is_moved(config: DictConfig, setting: str) -> bool:
-    """Whether `fit_to_engine` has moved the setting's block to another engine's."""
+    """Whether `fit_to_engine` has moved the setting's block to another engine's, whose rules judge it."""
     block = re.match(r"(.*(?:\.fsdp_config|critic\.fsdp))\.", setting)
     return block is not None and OmegaConf.select(config, block[1]) is None
-
-
-def _in_force(config: DictConfig, setting: str, key: str, word: str) -> Any:
-    if not _is_moved(config, setting):
-        return _plain(OmegaConf.select(config, setting))
-    value: Any = OverridesParser.create().parse_override(word).value()
-    for part in filter(None, setting.removeprefix(key).split(".")):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
 
 
 def _put(config: DictConfig, setting: str, value: Any) -> None:

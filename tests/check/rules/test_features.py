@@ -216,7 +216,6 @@ def test_what_the_check_cannot_ask_is_said_and_the_rest_is_asked(feature, monkey
     for entry in LEDGER:
         if feature in entry.features:
             take_away(entry, monkeypatch)
-    words = ["actor_rollout_ref.model.external_lib=json"] if feature == "check of losses" else []
-    found = check_recipe(root / "recipes/quickstart/quickstart.yaml", words)
+    found = check_recipe(root / "recipes/quickstart/quickstart.yaml", [])
     (unasked, *_) = [fault for fault in found.faults if fault.name == "host-unknown"]
     assert unasked.severity == "unchecked" and unknowns.ASKED[feature] in unasked.problem and found.ok

@@ -17,18 +17,10 @@ import pytest
 import torch
 from composer import ROOT, compose_recipe
 from omegaconf import OmegaConf
-from peft import LoraConfig, get_peft_model
 from planted import in_full
-from transformers import AutoModelForCausalLM
-from verl.experimental.reward_loop.reward_manager.dapo import DAPORewardManager
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_kl_controller, kl_penalty
-from verl.trainer.ppo.reward import get_custom_reward_fn
-from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-from verl.utils import hf_tokenizer
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.tracking import Tracking
-from verl.workers.config.optimizer import build_optimizer
 from verl.workers.rollout.base import get_rollout_class
 from verl_says import objection
 
@@ -96,8 +88,7 @@ def test_check_finds_the_edit(row):
     changed = edit.split()[-1].partition("=")[0].lstrip("+").replace("fsdp.", "fsdp_config.")
     for fault in faults:
         assert fault.allowed and fault.remedy and fault.problem.endswith(".")
-    exact = {"verl-refuses", "gpus-do-not-divide", "token-budget-too-small", "name-unknown"}
-    exact |= {"value-unusual", "lengths-differ", "trains-little", "progress-not-kept", "filter-metric"}
+    exact = {"verl-refuses", "gpus-do-not-divide", "token-budget-too-small", "name-unknown", "setting-ignored"}
     if name in exact:
         assert any(fault.setting.endswith(changed) for fault in faults) or " " in edit or "batch" in str(faults), faults
 
@@ -134,13 +125,6 @@ def witness_arithmetic(config) -> None:
     assert config.trainer.device == "cuda"
 
 
-def witness_padded(config) -> None:
-    trainer = SimpleNamespace(config=config, use_critic=False, global_steps=1)
-    multiple = PPOTrainer._get_required_batch_multiple(trainer, config.trainer.n_gpus_per_node)
-    assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n % multiple
-    assert objection(config) == "", "it is padded, and nothing else is said"
-
-
 def witness_left_over(config) -> None:
     """The mesh that verl asks for leaves ranks out."""
     gpus, engine = config.trainer.nnodes * config.trainer.n_gpus_per_node, engines(config)[0]
@@ -173,20 +157,6 @@ def witness_bare_reward(config) -> None:
     assert torch.allclose(advantages, 0.7 * mask, atol=1e-5)
 
 
-def witness_steps_per_epoch(config) -> None:
-    tokenizer = hf_tokenizer(str(cached_tiny_model("qwen3")))
-    given = {"tokenizer": tokenizer, "processor": None, "trainer_mode": "sync", "parameter_sync_step": 1}
-    trainer = SimpleNamespace(config=config, **given)
-    PPOTrainer._init_dataloader(trainer)
-    assert trainer.steps_per_epoch == 0, "PPOTrainer.fit divides by it"
-
-
-def witness_column(config) -> None:
-    data = RLHFDataset(config.data.train_files, hf_tokenizer(str(cached_tiny_model("qwen3"))), config.data)
-    with pytest.raises(KeyError, match="question"):
-        data[0]
-
-
 def witness_sampling(config) -> None:
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
@@ -205,33 +175,6 @@ def witness_kl(config) -> None:
         kl_penalty(zero, zero, config.actor_rollout_ref.actor.kl_loss_type)
 
 
-def witness_peft(config) -> None:
-    model, targets = AutoModelForCausalLM.from_pretrained(cached_tiny_model("qwen2")), config.actor_rollout_ref.model
-    targets = OmegaConf.to_container(targets).get("target_modules")
-    with pytest.raises(ValueError, match="not found in the base model"):
-        get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=targets))
-
-
-def witness_no_gradient(config) -> None:
-    """FSDPEngine.optimizer_step, without its ranks."""
-    optim, parameter = omega_conf_to_dataclass(config.actor_rollout_ref.actor.optim), torch.nn.Parameter(torch.ones(2))
-    parameter.grad = torch.ones(2)
-    torch.nn.utils.clip_grad_norm_([parameter], optim.clip_grad)
-    assert parameter.grad.tolist() == [0.0, 0.0]
-
-
-def witness_package(config) -> None:
-    rollout, optim = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.optim
-    with pytest.raises(ImportError):
-        build_optimizer([torch.nn.Parameter(torch.zeros(1))], omega_conf_to_dataclass(optim))
-        get_rollout_class(rollout.name, rollout.mode)
-
-
-def witness_reward_keyword(config) -> None:
-    with pytest.raises(TypeError, match="wrongg"):
-        get_custom_reward_fn(config)(data_source="", solution_str="", ground_truth="", extra_info={})
-
-
 def witness_critic(config) -> None:
     OmegaConf.resolve(config.critic)
     with pytest.raises(Exception, match="no/such/folder/here"):
@@ -242,12 +185,6 @@ WITNESSES = {name.removeprefix("witness_"): value for name, value in globals().i
 WITNESSES |= {  # a call that raises
     "folder": lambda config: pytest.raises(NotADirectoryError, os.makedirs, config.trainer.default_local_dir),
     "logger": lambda config: pytest.raises(ImportError, Tracking, "", "", config.trainer.logger).match("clearml"),
-    "resume": lambda config: pytest.raises(
-        (AssertionError, UnboundLocalError), PPOTrainer._load_checkpoint, SimpleNamespace(config=config)
-    ),
-    "dapo_rewards": lambda config: pytest.raises(AssertionError, DAPORewardManager, config, None, len),
-    "reward_module": lambda config: pytest.raises((AttributeError, ModuleNotFoundError), get_custom_reward_fn, config),
-    "reward": lambda config: pytest.raises(AttributeError, get_custom_reward_fn, config).match("score"),
     "rollout_registry": lambda config: pytest.raises(
         AssertionError, get_rollout_class, config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.rollout.mode
     ).match("Rollout vlm with mode async not found"),
@@ -285,7 +222,7 @@ def leaves_of(node, path: str) -> list[str]:
 
 def test_a_number_that_is_null_is_named_or_ends_no_rule():
     config = composed("moe", "2x8_h100", "actor.use_kl_loss=True")
-    known, named = Environment(model=model_config(config), seconds_left=3600.0), set()
+    known, named = Environment(model=model_config(config)), set()
     parts = ("actor_rollout_ref", "algorithm", "data", "trainer")
     written = OmegaConf.to_container(config, resolve=False)  # a block that is an interpolation cannot be updated
     for setting in (name for part in parts for name in leaves_of(written[part], part)):
@@ -300,27 +237,6 @@ def test_a_number_that_is_null_is_named_or_ends_no_rule():
     assert named >= {"data.train_batch_size", "trainer.save_freq", "actor_rollout_ref.actor.fsdp_config.fsdp_size"}
 
 
-def test_whole_gradients_are_named_where_they_do_not_fit_and_only_there():
-    """4 bytes x 30.5e9 parameters are 114 GiB; the small model's 7 GiB, and one micro-batch a mini-batch, are fine."""
-    edit = "fsdp.use_no_sync_for_gradient_accumulation=True"
-    config = composed("moe", "8x8_h100", edit)
-    (fault,) = find_faults(config, Environment(model=model_config(config)))
-    assert fault.name == "memory-training" and fault.setting.endswith("use_no_sync_for_gradient_accumulation")
-    assert "114 (whole gradients until the last micro-batch)" in fault.problem and "=False" in fault.remedy
-    for recipe, scale, more in (("sanity", "1x8_h100", ""), ("moe", "8x8_h100", " actor.ppo_mini_batch_size=4")):
-        config = composed(recipe, scale, edit + more)
-        assert not find_faults(config, Environment(model=model_config(config)))
-
-
-def test_router_replay_is_counted_a_host():
-    """768 bytes x 512 x 16 x 22,528 tokens are 142 GB: 18 GB on each of 8 hosts, 71 GB on each of two."""
-    config = composed("moe", "8x8_h100", "+router_replay=rollout")
-    assert not find_faults(config, Environment(model=model_config(config)))
-    config = composed("moe", "2x8_h100", "+router_replay=rollout")
-    (fault,) = find_faults(config, Environment(model=model_config(config)))
-    assert all(words in fault.problem for words in ("142 GB", "768 bytes a token", "66 GiB"))
-
-
 def test_a_named_gpu_counts_before_the_scales_own():
     """A larger GPU than the scale's takes a larger micro-batch; the remedy, put in, fits."""
     config = composed("sanity", "1x8_h100", "actor.ppo_max_token_len_per_gpu=160000")
@@ -328,7 +244,7 @@ def test_a_named_gpu_counts_before_the_scales_own():
     (fault,) = [fault for fault in find_faults(config, known) if fault.name == "memory-training"]
     edit = fault.remedy.removeprefix("Set actor_rollout_ref.").removesuffix(".")
     assert not find_faults(composed("sanity", "1x8_h100", edit), known)
-    most = int(edit.partition("=")[2])
-    more = composed("sanity", "1x8_h100", f"actor.ppo_max_token_len_per_gpu={math.ceil(1.05 * most)}")
-    assert [fault.name for fault in find_faults(more, known)] == ["memory-training"]
-    assert not find_faults(more, Environment(model=model_config(config), gpus=("NVIDIA H200",)))
+    more = f"actor.ppo_max_token_len_per_gpu={math.ceil(1.05 * int(edit.partition('=')[2]))}"
+    assert [fault.name for fault in find_faults(composed("sanity", "1x8_h100", more), known)] == ["memory-training"]
+    larger = Environment(model=model_config(config), gpus=("NVIDIA H200",))
+    assert not find_faults(composed("sanity", "1x8_h100", more), larger)

@@ -12,8 +12,7 @@ from verl_precision.losses.invariance import Trial
 SOUND = Trial(dict.fromkeys((2, 4, 8), 0.0), 0.0, 0.0, 0.0, "", False, ())
 MEAN = replace(SOUND, cuts={2: 1.0, 4: 3.0, 8: 7.0})  # each micro-batch has a mean of its own
 OWN = TriedLoss(SOUND, owner="mine.my_loss")
-AGGREGATION, WEIGHTS = "actor_rollout_ref.actor.loss_agg_mode", "algorithm.rollout_correction.rollout_is"
-SEVERAL, SUM = "actor.ppo_micro_batch_size_per_gpu=4", "actor.loss_agg_mode=token-sum"
+SEVERAL = "actor.ppo_micro_batch_size_per_gpu=4"
 ONE = "actor.ppo_micro_batch_size_per_gpu=256"
 TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
@@ -32,17 +31,15 @@ PLANTED = [
     ("loss-depends-on-cut", "error", tried(ranks=0.5), SEVERAL, "0.5 (two ranks)"),
     ("loss-depends-on-cut", "warning", tried(ranks=0.5, cuts=MEAN.cuts), ONE, "it changes by 0.5 (two ranks)."),
     ("loss-depends-on-cut", "warning", tried(padding=0.5), ONE, "0.5 (more padding)"),
-    ("loss-ignores-mask", "error", tried(masked=0.2), SEVERAL, "0.2 of its size"),
-    ("loss-not-finite", "error", tried(nonfinite="8 micro-batches"), SEVERAL, "8 micro-batches"),
-    ("loss-not-finite", "error", tried(nonfinite="two ranks", cuts=MEAN.cuts, masked=1.0), SEVERAL, "two ranks"),
-    ("loss-changes-inputs", "warning", tried(changed=("trainer_log_probs",)), SEVERAL, "to log_prob."),
+    ("loss-unusable", "error", tried(masked=0.2), SEVERAL, "0.2 of its size"),
+    ("loss-unusable", "error", tried(nonfinite="8 micro-batches"), SEVERAL, "8 micro-batches"),
+    ("loss-unusable", "error", tried(nonfinite="two ranks", cuts=MEAN.cuts, masked=1.0), SEVERAL, "two ranks"),
     ("loss-unusable", "error", TriedLoss(unusable="it returns float"), SEVERAL, "it returns float"),
     ("loss-unusable", "error", TriedLoss(problem="it raises X", owner="verl.y.z"), SEVERAL, "it raises X"),
     ("loss-not-tried", "unchecked", TriedLoss(problem="it raises X", owner="mine.my_loss"), SEVERAL, "it raises X"),
     ("loss-not-tried", "unchecked", TriedLoss(problem="it has not returned"), SEVERAL, "it has not returned"),
-    ("loss-replaced", "error", replace(OWN, replaced=True), SEVERAL, "mine.my_loss is registered"),
-    ("loss-ignores-setting", "warning", replace(OWN, ignored=(AGGREGATION,)), SUM, "vanilla"),
-    ("loss-ignores-setting", "error", replace(OWN, ignored=(WEIGHTS,)), "correction.rollout_is=token", "not apply"),
+    ("loss-unusable", "error", replace(OWN, replaced=True), SEVERAL, "mine.my_loss is registered"),
+    ("loss-ignores-setting", "error", replace(OWN, ignores_weights=True), "correction.rollout_is=token", "not apply"),
 ]  # fmt: skip
 
 
@@ -70,8 +67,6 @@ def test_it_is_found_once(row):
     (tried(cuts=MEAN.cuts), "actor.use_dynamic_bsz=True actor.ppo_max_token_len_per_gpu=999999"),  # nor here
     (tried(ranks=0.5), f"{ONE} trainer.n_gpus_per_node=1 actor.ppo_mini_batch_size=32 {TP}=1"),  # nor a second rank
     (tried(cuts={2: 9e-4}), SEVERAL),
-    (replace(OWN, ignored=(AGGREGATION,)), "actor.loss_agg_mode=seq-mean-token-mean"),
-    (replace(OWN, ignored=(AGGREGATION,)), ""),  # verl's default, stated by nobody
     (OWN, "actor.policy_loss.loss_mode=gspo"),  # somebody's own, whatever its name
 ])  # fmt: skip
 def test_it_is_left_alone(loss, overrides):

@@ -187,7 +187,7 @@ MOE = "recipes/moe/moe.yaml"
     ("overrides", "errors", "warnings"),
     [
         ("model_engine=megatron", set(), set()),
-        ("model_engine=megatron scale=2x8_h100 precision=bf16 +router_replay=rollout", set(), {"router-replay-memory"}),
+        ("model_engine=megatron scale=2x8_h100 precision=bf16 +router_replay=rollout", set(), set()),
         ("actor_rollout_ref.rollout.name=sglang", set(), {"rollout-unverified"}),
     ],
 )

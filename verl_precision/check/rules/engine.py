@@ -16,8 +16,6 @@ TARGET = "verl_precision.integration.engine.engine_config.PrecisionFSDPConfig"
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
 ENGINES = (ACTOR, "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
 SENT = f"{ROLLOUT}.enable_rollout_routing_replay"
-# Arguments of torch's optimizers, and the field of Megatron's OptimizerConfig for each; None: it has none.
-OF_MEGATRON = {"eps": "adam_eps", "betas": "adam_beta1 and adam_beta2", "fused": None, "foreach": None, "amsgrad": None}
 CANARY = "weight_sync.canary.every_n_syncs"
 
 
@@ -44,7 +42,7 @@ def engine_settings(config: DictConfig, environment: Environment) -> Iterator[Fa
             yield Fault(f"{path}.shadow.dtype", problem, allowed, remedy)
 
 
-@rule("router-replay", about="whether the model has experts that replay knows")
+@rule("router-replay")
 def router_replay(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Replay needs experts, a rollout that says which it chose, packed sequences, and an engine that reads it."""
     actor = engines(config)[0]
@@ -53,11 +51,8 @@ def router_replay(config: DictConfig, environment: Environment) -> Iterator[Faul
     if actor.strategy not in FSDP or (mode == "disabled" and not watched):
         return
     setting = f"{actor.setting}." + ("watch_routing" if mode == "disabled" else "router_replay.mode")
-    family, (ulysses, ranks), shadow = (
-        environment.model.get("model_type"),
-        actor.ulysses,
-        actor.node.get("shadow") or {},
-    )
+    family, (ulysses, ranks) = environment.model.get("model_type"), actor.ulysses
+    shadow = actor.node.get("shadow") or {}
     if not actor.ours:
         remedy = "Choose a precision preset, whose engine does."
         yield Fault(setting, "verl's own FSDP engine never reads it", "disabled", remedy)
@@ -77,21 +72,6 @@ def router_replay(config: DictConfig, environment: Environment) -> Iterator[Faul
     if shadow.get("every_n_steps") or shadow.get("ratio_source") == "shadow":
         remedy = f"Set {actor.setting}.shadow.every_n_steps=0 {actor.setting}.shadow.ratio_source=training."
         yield Fault(f"{actor.setting}.shadow", "its forward would choose experts of its own", "no shadow", remedy)
-
-
-@rule("megatron-optimizer")
-def megatron_optimizer(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """verl hands `override_optimizer_config` to Megatron's OptimizerConfig, whose names are not torch's."""
-    for engine in engines(config):
-        if engine.strategy != "megatron" or engine.optim is None:
-            continue
-        block = f"{engine.setting.rpartition('.')[0]}.optim.override_optimizer_config"
-        for key, value in (engine.optim.get("override_optimizer_config") or {}).items():
-            if key in OF_MEGATRON:
-                problem = "Megatron's OptimizerConfig has no such field: a TypeError once the model is loaded"
-                instead = OF_MEGATRON[key]
-                remedy = f"Leave it out (~{block}.{key}){f', and set {instead} there' if instead else ''}."
-                yield Fault(f"{block}.{key}", problem, instead or "none of the kind", remedy, value=value)
 
 
 @rule("veomni-half-weights")

@@ -1,11 +1,12 @@
-"""Rules of what a config names on the machine at hand: data, the reward function, folders, packages."""
+"""Rules of what a run finds, installs and writes on the machine at hand: files, packages, checkpoints."""
 
-import math
 from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.check.rules.rule import Fault, Machine, rule
+from verl_precision.base.verl_config import engines
+from verl_precision.check.rules.gpu_memory import GIB, SINGLE
+from verl_precision.check.rules.rule import Environment, Fault, Machine, rule
 from verl_precision.integration.trainer.saving import saves
 
 DATA = ("data.train_files", "data.val_files")
@@ -17,14 +18,9 @@ REWARD_PACKAGES = {**dict.fromkeys(ANSWER_REWARDS, "math_verify"), f"{OURS}.reas
 # Packages of verl's loggers that have one (verl.utils.tracking).
 LOGGER_PACKAGES = {name: name for name in ("wandb", "mlflow", "swanlab", "tensorboard", "clearml", "trackio")}
 LOGGER_PACKAGES |= {"tracking": "wandb", "vemlp_wandb": "volcengine_ml_platform"}
-ENGINE_PACKAGES = {"sglang": "sglang", "trtllm": "tensorrt_llm"}  # of rollouts; vLLM's own rules ask for its version
 PIP = {"math_verify": '"math-verify[antlr4_9_3]"'}  # the antlr4 that Hydra has
 CODE = ("data.custom_cls.path", "actor_rollout_ref.rollout.agent.agent_loop_config_path", f"{REWARD}.path")
-
-
-def is_verls_dataset(config: DictConfig) -> bool:
-    """Return whether verl's own class reads the data; one of the user's own may take any names, columns and rows."""
-    return OmegaConf.select(config, "data.custom_cls.path") is None
+MOMENTS = 2 * SINGLE  # of Adam, a trained parameter
 
 
 def names_in(config: DictConfig, setting: str) -> list:
@@ -35,33 +31,24 @@ def names_in(config: DictConfig, setting: str) -> list:
 
 def named_files(config: DictConfig) -> Iterator[tuple[str, str]]:
     """Yield setting and name of each file of data and of code that a config looks for on the disk."""
-    for setting in (*(DATA if is_verls_dataset(config) else ()), *CODE):
+    own_dataset = OmegaConf.select(config, "data.custom_cls.path") is not None  # which may take any names
+    for setting in (*(() if own_dataset else DATA), *CODE):
         for name in names_in(config, setting):
             if name is not None and not str(name).startswith(("hdfs://", "pkg://")):
                 yield setting, str(name)
 
 
 def needed_packages(config: DictConfig) -> list[tuple[str, str, str]]:
-    """Return setting, name and package of each logger, engine, optimizer and reward that needs one."""
-    model = config.actor_rollout_ref
-    rollout, reward = str(model.rollout.name), str(OmegaConf.select(config, f"{REWARD}.path"))
-    optimizer = str(model.actor.optim.get("optimizer_impl", "torch"))
-    loggers = map(str, names_in(config, "trainer.logger"))
-    named = [
-        *(("trainer.logger", name, LOGGER_PACKAGES.get(name)) for name in loggers),
-        ("actor_rollout_ref.rollout.name", rollout, ENGINE_PACKAGES.get(rollout)),
-        ("actor_rollout_ref.model.use_liger", "True", "liger_kernel" if model.model.get("use_liger") else None),
-        (f"{REWARD}.path", reward, REWARD_PACKAGES.get(reward)),
-        ("actor_rollout_ref.actor.optim.optimizer_impl", optimizer, optimizer.partition(".")[0]),
-    ]
-    return [(setting, name, package) for setting, name, package in named if package]
+    """Return setting, name and package of each logger and reward that needs one."""
+    named = [("trainer.logger", str(name), LOGGER_PACKAGES) for name in names_in(config, "trainer.logger")]
+    named.append((f"{REWARD}.path", str(OmegaConf.select(config, f"{REWARD}.path")), REWARD_PACKAGES))
+    return [(setting, name, packages[name]) for setting, name, packages in named if name in packages]
 
 
 def written_folders(config: DictConfig) -> list[tuple[str, str]]:
     """Return setting and path of each folder that a run writes to."""
     settings = ["trainer.rollout_data_dir", "trainer.validation_data_dir"]
-    if saves(config):
-        settings.append("trainer.default_local_dir")
+    settings += ["trainer.default_local_dir"] if saves(config) else []
     found = [(setting, OmegaConf.select(config, setting)) for setting in settings]
     return [(setting, str(path)) for setting, path in found if path is not None]
 
@@ -76,55 +63,6 @@ def missing_files(config: DictConfig, machine: Machine) -> Iterator[Fault]:
             return
 
 
-@rule("batch-exceeds-data", of_machine=True, about="the batch against the rows")
-def batch_exceeds_data(config: DictConfig, machine: Machine) -> Iterator[Fault]:
-    """verl counts the steps of an epoch, and divides by their number."""
-    if (rows := _train_rows(config, machine)) < config.data.train_batch_size:
-        problem = f"the training files have {rows} rows: no batch is full, and verl divides by zero steps an epoch"
-        remedy = "Lower it, or train on more problems (data.train_files, data.train_max_samples)."
-        yield Fault("data.train_batch_size", problem, f"at most {rows}", remedy)
-
-
-@rule("epochs-end-first", "warning", of_machine=True, about="steps against epochs")
-def epochs_end_first(config: DictConfig, machine: Machine) -> Iterator[Fault]:
-    """verl counts steps and epochs, and ends with what ends first."""
-    asked, epochs = config.trainer.get("total_training_steps"), config.trainer.total_epochs
-    if asked is None or (rows := _train_rows(config, machine)) == math.inf or rows < config.data.train_batch_size:
-        return
-    steps = int(rows) // config.data.train_batch_size
-    if steps * epochs < asked:
-        problem = f"an epoch has {steps} steps: the run ends after {steps * epochs}, not {asked} (total_training_steps)"
-        enough, setting = math.ceil(asked / steps), "trainer.total_epochs"
-        yield Fault(setting, problem, f"at least {enough}", f"Set {setting}={enough}, or fewer steps.")
-
-
-def _train_rows(config: DictConfig, machine: Machine) -> float:
-    """Return how many problems a run trains on; inf where this machine cannot tell."""
-    limit = config.data.get("train_max_samples", -1)
-    rows = math.inf if machine.train_rows is None or not is_verls_dataset(config) else machine.train_rows
-    return min(rows, limit if limit > 0 else math.inf)
-
-
-@rule("reward-function-missing", of_machine=True, about="the reward function and its keywords")
-def reward_function(config: DictConfig, machine: Machine) -> Iterator[Fault]:
-    """The reward function is in its file, and takes the keywords that it is given: else the reward workers stop."""
-    path, name = (OmegaConf.select(config, f"{REWARD}.{key}") for key in ("path", "name"))
-    if not path or (names := machine.reward_names) is None:
-        return
-    if name not in names:
-        functions = ", ".join(sorted(each for each in names if not each.startswith("_")))
-        setting = f"{REWARD}.{'name' if names else 'path'}"
-        problem = f"{path} defines no such function" if names else "there is no such module, or it cannot be read"
-        allowed = functions or "a file, or pkg:// and a module of an installed package"
-        yield Fault(setting, f"{problem}: verl stops in the reward workers", allowed, "Correct the name, or the path.")
-    elif (taken := names[name]) is not None:
-        for key in OmegaConf.select(config, f"{REWARD}.reward_kwargs") or {}:
-            if key not in taken:
-                setting = f"{REWARD}.reward_kwargs.{key}"
-                problem = f"{name} takes no such keyword: the first response ends in a TypeError"
-                yield Fault(setting, problem, ", ".join(sorted(taken)), "Correct it, or leave it out.")
-
-
 @rule("folder-not-writable", of_machine=True)
 def folders(config: DictConfig, machine: Machine) -> Iterator[Fault]:
     """A run can write where it is told to; the first checkpoint is hours in."""
@@ -137,7 +75,7 @@ def folders(config: DictConfig, machine: Machine) -> Iterator[Fault]:
 
 @rule("package-not-installed", of_machine=True)
 def packages(config: DictConfig, machine: Machine) -> Iterator[Fault]:
-    """verl imports a logger's package once everything is loaded, and others in its workers."""
+    """A logger's package is imported once everything is loaded, and a reward's after the first rollout."""
     for setting, name, package in needed_packages(config):
         if package in machine.missing_packages:
             remedy = f"Install it on every host (pip install {PIP.get(package, package)}), or leave {setting} out."
@@ -145,11 +83,35 @@ def packages(config: DictConfig, machine: Machine) -> Iterator[Fault]:
             yield Fault(setting, problem, "what needs no package, or an installed one", remedy)
 
 
-@rule("column-missing", of_machine=True, about="the column of prompts")
-def columns(config: DictConfig, machine: Machine) -> Iterator[Fault]:
-    """The column that verl's data set reads prompts from; a data set class of the user's own may make it."""
-    if (known := machine.columns) is None or not is_verls_dataset(config):
+@rule("one-checkpoint", "warning")
+def one_checkpoint(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """verl removes the former checkpoint before all of the new one is written."""
+    setting = "trainer.max_actor_ckpt_to_keep"
+    if saves(config) and OmegaConf.select(config, setting) == 1:
+        problem = "verl removes the former before the new one is complete: a run that ends in between has none"
+        yield Fault(setting, problem, "2 or more, or null for all", f"Set {setting}=2.")
+
+
+@rule("checkpoint-space", of_machine=True)
+def checkpoint_space(config: DictConfig, machine: Machine) -> Iterator[Fault]:
+    """The disk holds the checkpoints that a run keeps, those of its earlier starts counted, and one being written."""
+    if not saves(config) or machine.checkpoint_disk is None or machine.parameters is None:
         return
-    if (column := config.data.prompt_key) not in known:
-        problem, remedy = f"the training files have no column {column}: no prompt is read", "Correct it, or the file."
-        yield Fault("data.prompt_key", problem, f"of the columns {', '.join(known)}", remedy)
+    one, keep = checkpoint_bytes(config, machine.parameters), config.trainer.max_actor_ckpt_to_keep
+    number = max(keep or 1, 1)  # without a limit their number is not known
+    needed = (number + 1) * one
+    earlier = machine.removable if keep and engines(config)[0].our_fsdp else 0  # verl's own engine never removes them
+    held = f", and {earlier / GIB:.1f} in checkpoints of earlier starts" if earlier else ""
+    if machine.checkpoint_disk + earlier < needed:
+        problem = f"{machine.checkpoint_disk / GIB:.1f} GiB are free there{held}; {number + 1} checkpoints of "
+        problem += f"{one / GIB:.1f} GiB need {needed / GIB:.1f} GiB ({number} kept, and one being written)"
+        remedy = "Free some, name another folder, or keep fewer: trainer.max_actor_ckpt_to_keep."
+        yield Fault("trainer.default_local_dir", problem, "a folder on a disk with that much space", remedy)
+
+
+def checkpoint_bytes(config: DictConfig, parameters: int) -> int:
+    """Return about how many bytes a checkpoint of the actor takes: FP32 weights, and Adam's two moments in FP32."""
+    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    adapter = (model.get("lora_rank") or 0) > 0  # its moments are those of the adapter: below 1% of the model
+    sizes = {"model": SINGLE, "optimizer": 0 if adapter else MOMENTS, "hf_model": SINGLE}
+    return parameters * sum(sizes.get(content, 0) for content in names_in(actor.checkpoint, "save_contents"))

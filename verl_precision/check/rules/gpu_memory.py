@@ -1,11 +1,6 @@
-"""What a run needs of each GPU, by arithmetic: the numbers of docs/scales.md.
+"""What a run needs of each GPU, in bytes, by arithmetic on a model's shape: the numbers of docs/scales.md.
 
-Bytes, from the shape of a model and the settings of a scale; pure. It says whether a scale can hold a recipe, to some
-GiB: allocators fragment, kernels keep workspaces. Nothing here was measured on a GPU.
-
-Arguments of the functions below: the `model`; `gpus`, the number over which the state is sharded; `tokens` of a
-micro-batch (`ppo_max_token_len_per_gpu`); `share`, the fraction of a GPU of `gpu_bytes` that vLLM takes
-(`rollout.gpu_memory_utilization`); `width`, the bytes of a number that is computed with, or of a parameter's state.
+It is good to some GiB: allocators fragment, kernels keep workspaces. Nothing here was measured on a GPU.
 """
 
 import re
@@ -26,7 +21,6 @@ CHUNK_TOKENS, CHUNK_COPIES = 512, 5
 REST = 6 * GIB  # CUDA context, NCCL, fragmentation, and what vLLM keeps while it sleeps
 # Of sdpa's mask for packed sequences: a byte an element, and 4 more in FP32 while a layer attends (docs/precision.md).
 MASK, MASK_FP32 = 1, 5
-CHOICE = 2  # Bytes of one chosen expert: verl's agent loop makes int16 of them.
 # GiB of a GPU whose name does not say them, by a word of its name (makers' data sheets).
 GPU_GIB = {
     **{"B200": 180, "GB200": 186},
@@ -88,12 +82,7 @@ def shape_of(described: Mapping[str, Any]) -> ModelShape | None:
 
 
 def gpu_memory(name: str) -> int | None:
-    """Return the bytes of memory of a GPU by the driver's name or a part of it; None for one that is not known.
-
-    Example:
-        >>> gpu_memory("NVIDIA A100-SXM4-40GB") // GIB, gpu_memory("H100") // GIB, gpu_memory("a potato")
-        (40, 80, None)
-    """
+    """Return the bytes of memory of a GPU by the driver's name or a part of it; None for one that is not known."""
     if said := re.search(r"(\d+) ?GB", name):
         return int(said[1]) * GIB
     known = [GPU_GIB[word] for word in re.findall(r"\w+", name.upper()) if word in GPU_GIB]
@@ -101,11 +90,7 @@ def gpu_memory(name: str) -> int | None:
 
 
 def require_known_gpu(name: str) -> str:
-    """Return the name of a GPU that a user chose, whose memory is known.
-
-    Raises:
-        ConfigurationError: If neither a table nor the name itself says its memory.
-    """
+    """Return the name of a GPU that a user chose; refuse one whose memory neither a table nor the name itself says."""
     if gpu_memory(name) is None:
         allowed = f"{', '.join(sorted(GPU_GIB))}, or a name with its memory, such as 'RTX 6000 48GB'"
         raise ConfigurationError("no GPU of this name is known", setting="--gpu", value=name, allowed=allowed)
@@ -113,14 +98,14 @@ def require_known_gpu(name: str) -> str:
 
 
 def state_bytes(model: ModelShape, gpus: int, width: int = STATE) -> int:
-    """Return bytes a GPU of sharded state; `width`: bytes a parameter, fewer where some of the state is not there."""
+    """Return bytes a GPU of state that is sharded over some GPUs, with `width` bytes a parameter."""
     return width * model.parameters // gpus
 
 
 def gathered_bytes(model: ModelShape, width: int = HALF) -> int:
-    """Return bytes a GPU of what FSDP2 gathers.
+    """Return bytes a GPU of what FSDP2 gathers, of numbers of `width` bytes.
 
-    Embedding and head stay, in 16 bits; with them their gradient, in 16 bits and in FP32 for its reduction: 2 + 2 + 4.
+    Embedding and head stay; with them their gradient, and that in FP32 for its reduction: 2 + 2 + 4 in 16 bits.
     Of the layers, two are there at a time (one in use, one on its way), and the gradient of one: 2 x 2 + 2 + 4.
     """
     copy = SINGLE if width == HALF else 0
@@ -130,9 +115,8 @@ def gathered_bytes(model: ModelShape, width: int = HALF) -> int:
 def activation_bytes(model: ModelShape, tokens: int, width: int = HALF, checkpointing: bool = True) -> int:
     """Return bytes of activations of a micro-batch.
 
-    The input of each layer in 16 bits; one layer recomputed; with experts also each token's copies into and inside its
-    experts; logits and their gradient in 16 bits; one FP32 chunk. Without `checkpointing`
-    (`model.enable_gradient_checkpointing`) all layers are kept.
+    The input of each layer; one layer recomputed, or all layers without checkpointing; with experts also each token's
+    copies into and inside its experts; logits and their gradient; one FP32 chunk.
     """
     inputs = width * model.layers * model.hidden * tokens
     layer = LAYER_ACTIVATIONS * width // HALF * model.hidden * tokens
@@ -141,24 +125,3 @@ def activation_bytes(model: ModelShape, tokens: int, width: int = HALF, checkpoi
     logits = 2 * width * model.vocabulary * tokens
     kept = 1 if checkpointing else model.layers
     return inputs + kept * layer + logits + CHUNK_COPIES * SINGLE * CHUNK_TOKENS * model.vocabulary
-
-
-def routing_bytes(model: ModelShape, tokens: int) -> int:
-    """Return bytes of the experts that some tokens went through, of every layer, as router replay sends them."""
-    return CHOICE * model.layers * model.experts_per_token * tokens
-
-
-def rollout_bytes(model: ModelShape, gpus: int, share: float, gpu_bytes: int, width: int = STATE - SINGLE) -> int:
-    """Return the peak of a GPU while vLLM works: its share, and the trainer's state beside it.
-
-    Of the state, `width` bytes a parameter stay on the GPU: without gradients, and less where it is on the host, for
-    good (`offload_policy`) or meanwhile (`param_offload`, `optimizer_offload`).
-    """
-    return state_bytes(model, gpus, width) + int(share * gpu_bytes) + REST
-
-
-def kv_tokens(model: ModelShape, tensor_parallel: int, share: float, gpu_bytes: int, width: int = HALF) -> int:
-    """Return how many tokens of KV cache a replica of vLLM holds; a tenth of its share is for its own work."""
-    left = 0.9 * share * gpu_bytes - width * model.parameters / tensor_parallel
-    heads = max(model.kv_heads / tensor_parallel, 1)  # a key and a value; with fewer heads than GPUs each GPU keeps one
-    return int(left // (2 * width * model.layers * heads * model.head_dim))

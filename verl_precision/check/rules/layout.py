@@ -9,11 +9,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.verl_config import FSDP, Engine, engines
+from verl_precision.base.verl_config import FSDP, ROLLOUT, engines
 from verl_precision.check.rules.rule import Environment, Fault, rule
 
 MODEL = "actor_rollout_ref"
-ROLLOUT = f"{MODEL}.rollout"
 PARALLEL = f"{ROLLOUT}.tensor_model_parallel_size"
 
 
@@ -46,7 +45,7 @@ def gpus_do_not_divide(config: DictConfig, environment: Environment) -> Iterator
         yield Fault(setting, problem, f"a divisor of {gpus}: {divisors}", remedy)
 
 
-@rule("heads-do-not-divide", about="attention heads over GPUs")
+@rule("heads-do-not-divide")
 def heads_do_not_divide(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """vLLM and Ulysses give each rank whole attention heads; keys and values are shared out, or copied, evenly."""
     sizes = {PARALLEL: OmegaConf.select(config, PARALLEL)} if config.actor_rollout_ref.rollout.name == "vllm" else {}
@@ -70,69 +69,26 @@ def heads_do_not_divide(config: DictConfig, environment: Environment) -> Iterato
 @rule("batch-does-not-divide")
 def batch_does_not_divide(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Each rank gets as many sequences of a mini-batch, and cuts them into micro-batches of one size."""
-    model, n, gpus = config.actor_rollout_ref, config.actor_rollout_ref.rollout.n, _gpus(config)
-    cuts = []  # setting and size of micro-batches, and the sequences of a rank that they are cut from
-    for path, owner, engine in _trained(config):
-        ranks = max(gpus // engine.ulysses[1], 1)
-        size, setting = owner.ppo_mini_batch_size, f"{path}.ppo_mini_batch_size"
-        micro_batch = owner.get("ppo_micro_batch_size_per_gpu")
+    n, gpus = config.actor_rollout_ref.rollout.n, _gpus(config)
+    for engine in engines(config):
+        if not engine.trains or engine.strategy not in FSDP:
+            continue
+        path, ranks = engine.setting.rpartition(".")[0], max(gpus // engine.ulysses[1], 1)
+        owner, setting = OmegaConf.select(config, path), f"{path}.ppo_mini_batch_size"
+        size, micro_batch = owner.ppo_mini_batch_size, owner.get("ppo_micro_batch_size_per_gpu")
+        sequences = size * n // ranks
         if size * n % ranks:  # TrainingWorker.train_mini_batch
             step = ranks // math.gcd(ranks, n)
             problem = f"{size * n} sequences (x rollout.n={n}) are not divided by {ranks} ranks, as verl asserts"
             yield Fault(setting, problem, f"a multiple of {step}", f"Set {setting}={-(-size // step) * step}.")
-        elif not owner.use_dynamic_bsz and micro_batch:
-            cuts.append((f"{path}.ppo_micro_batch_size_per_gpu", micro_batch, size * n // ranks))
-    dynamic, micro_batch = model.actor.use_dynamic_bsz, model.rollout.get("log_prob_micro_batch_size_per_gpu")
-    if dynamic != model.rollout.log_prob_use_dynamic_bsz:  # ActorRolloutRefWorker.init_model
+        elif not owner.use_dynamic_bsz and micro_batch and sequences % micro_batch:  # prepare_micro_batches
+            setting, fits = f"{path}.ppo_micro_batch_size_per_gpu", math.gcd(sequences, micro_batch)
+            problem = f"a rank's {sequences} sequences are not divided by it: verl asserts so after the first rollout"
+            yield Fault(setting, problem, f"a divisor of {sequences}", f"Set {setting}={fits}.")
+    dynamic = config.actor_rollout_ref.actor.use_dynamic_bsz
+    if dynamic != config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz:  # ActorRolloutRefWorker.init_model
         problem = f"actor.use_dynamic_bsz={dynamic}: each worker asserts that both are the same"
         yield Fault(f"{ROLLOUT}.log_prob_use_dynamic_bsz", problem, str(dynamic))
-    bypass, ranks = (config.algorithm.get("rollout_correction") or {}).get("bypass_mode"), _data_parallel(config)
-    asked = micro_batch and not bypass and not model.rollout.log_prob_use_dynamic_bsz
-    if asked and model.actor.ppo_mini_batch_size * n % ranks == 0:
-        cuts.append((f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", micro_batch, _padded_batch(config) // ranks))
-    for setting, micro_batch, sequences in cuts:  # prepare_micro_batches
-        if sequences % micro_batch:
-            problem = f"a rank's {sequences} sequences are not divided by it: verl asserts so after the first rollout"
-            fits = math.gcd(sequences, micro_batch)
-            yield Fault(setting, problem, f"a divisor of {sequences}", f"Set {setting}={fits}.")
-
-
-def _trained(config: DictConfig) -> Iterator[tuple[str, DictConfig, Engine]]:
-    for engine in engines(config):
-        if engine.trains and engine.strategy in FSDP:
-            path = engine.setting.rpartition(".")[0]
-            yield path, OmegaConf.select(config, path), engine
-
-
-def _data_parallel(config: DictConfig) -> int:
-    """Return over how many groups of GPUs the actor's batches are divided."""
-    actor = engines(config)[0]
-    parts = [actor.ulysses[1]]
-    if actor.strategy == "megatron":
-        parts += [actor.node.tensor_model_parallel_size, actor.node.pipeline_model_parallel_size]
-    return max(_gpus(config) // math.prod(parts), 1)
-
-
-def _padded_batch(config: DictConfig) -> int:
-    """Return the sequences of a batch, filled up as verl does (PPOTrainer._get_required_batch_multiple)."""
-    n, multiple = config.actor_rollout_ref.rollout.n, _data_parallel(config)
-    for _, owner, _ in _trained(config):
-        multiple = math.lcm(multiple, max(owner.ppo_mini_batch_size * n, 1))
-    return -(-config.data.train_batch_size * n // multiple) * multiple
-
-
-@rule("batch-is-padded", "warning")
-def batch_is_padded(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """verl fills a batch up with synthetic sequences, which train nothing and count in the mini-batch they are in."""
-    n, size = config.actor_rollout_ref.rollout.n, config.data.train_batch_size
-    mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    if not config.trainer.get("use_v1", True) or "rollout" in config or min(n, size, mini_batch) < 1:
-        return
-    if missing := _padded_batch(config) - size * n:
-        problem = f"{size} prompts do not fill mini-batches of {mini_batch}: verl adds {missing} synthetic sequences"
-        remedy = f"Set data.train_batch_size={-(-size // mini_batch) * mini_batch}, "
-        remedy += f"or {MODEL}.actor.ppo_mini_batch_size={math.gcd(size, mini_batch)}."
-        yield Fault("data.train_batch_size", problem, f"a multiple of {mini_batch}", remedy)
 
 
 @rule("token-budget-too-small")

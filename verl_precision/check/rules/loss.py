@@ -6,8 +6,6 @@ from dataclasses import replace
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.dtypes import DTYPES
-from verl_precision.base.verl_config import engines, rollout_dtype
 from verl_precision.check.rules.rule import Environment, Fault, Severity, faults_raised_by, rule
 from verl_precision.losses import settings as limits
 from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
@@ -20,9 +18,6 @@ LOSS_CORRECTION = f"{ACTOR}.policy_loss.rollout_correction"
 RATIO_SOURCE = f"{ACTOR}.fsdp_config.shadow.ratio_source"
 MAX_USUAL_THRESHOLD = 10  # Beyond verl's documented 1.5 to 10; `1_5` and `2_10` are read as 15 and 210.
 SYMMETRY = 0.01  # log(lower x upper) of a band that is the same both ways round
-VERLS_CLIP_RATIO_C = 3.0
-ONE_CLIP = ("clip_cov", "cispo", "dro", "geo_mean", "gpg", "gspo", "kl_cov", "sapo")  # verl's that do not read it
-TYPICAL_WEIGHT = 0.02  # in size, of a language model
 
 
 def weighs_responses(config: DictConfig) -> bool:
@@ -89,36 +84,12 @@ def weights_unread_in_bypass(config: DictConfig, environment: Environment) -> It
 @rule("bypass-clips-mismatch", "warning")
 def bypass_clips_mismatch(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Bypass mode alone makes the clip act on the mismatch."""
-    if _has_mismatch_in_clip(config) and not _ignored_in_bypass(config):
+    ratio, shadow = ratio_of(config.actor_rollout_ref.actor), OmegaConf.select(config, RATIO_SOURCE) == "shadow"
+    clips = _takes_rollout_as_old(config) and (ratio is None or ratio.clip is not None) and not shadow
+    if clips and not _ignored_in_bypass(config):
         problem = f"loss_mode={_loss(config)} clips the ratio to the rollout, which contains the mismatch"
         remedy = "Set it to False, or choose estimator=pg_seq_is."
         yield Fault(BYPASS, problem, "False, or a loss that knows bypass mode", remedy)
-
-
-@rule("updates-below-grid", "warning")
-def updates_below_grid(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """The trainer's weights move at once, the rollout's rounded ones do not, and the clip cuts what has been learnt."""
-    actor, rollout = engines(config)[0], rollout_dtype(config)
-    learning_rate = (actor.optim or {}).get("lr", 0)
-    if rollout not in DTYPES or actor.compute not in DTYPES or not learning_rate:
-        return
-    bits = DTYPES[rollout].bits
-    if DTYPES[actor.compute].bits <= bits:
-        return
-    if _has_mismatch_in_clip(config):
-        step = TYPICAL_WEIGHT * 2 ** -(bits + 0.5)  # half the distance of two neighbours, on average
-        problem = f"the trainer computes in {actor.compute}, the rollout in {rollout}, on whose grid a weight of "
-        problem += f"{TYPICAL_WEIGHT} has to move by {step:.1e} until the rollout sees it: about "
-        problem += f"{step / learning_rate:.0f} updates at lr={learning_rate}. Until then the clip cuts what was learnt"
-        remedy = f"Choose precision=fp16 or precision=bf16, where both round, or set {RATIO_SOURCE}=shadow."
-        yield Fault("actor_rollout_ref.rollout.dtype", problem, "the actor's dtype", remedy)
-
-
-def _has_mismatch_in_clip(config: DictConfig) -> bool:
-    """Return whether the loss clips a ratio of which the mismatch is a part."""
-    ratio = ratio_of(config.actor_rollout_ref.actor)
-    clips = ratio is None or ratio.clip is not None
-    return _takes_rollout_as_old(config) and clips and OmegaConf.select(config, RATIO_SOURCE) != "shadow"
 
 
 def _takes_rollout_as_old(config: DictConfig) -> bool:
@@ -136,31 +107,26 @@ def _ignored_in_bypass(config: DictConfig) -> list[str]:
 @rule("threshold-misread")
 def threshold_misread(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """`0.5_5` is a number to YAML: 0.55. So is `1e-9_3`: 1e-93. And one number below 1 is an empty k1 band."""
-    # this package's losses and weights say it in their own words
-    own = {
-        LOSS_CORRECTION: (limits.THRESHOLD, "threshold" in _needs(config)),
-        CORRECTION: (limits.WEIGHT_THRESHOLD, _correction(config).get("rollout_is") in WEIGHT_KINDS),
-    }
     for path, correction in _corrections(config):
         rejects, setting = correction.get("rollout_rs_threshold"), f"{path}.rollout_rs_threshold"
         if "k1" in str(correction.get("rollout_rs")) and isinstance(rejects, int | float) and not rejects > 1:
             problem = "a k1 band goes from its reciprocal up to it: all is rejected. YAML reads 0.5_5 as 0.55"
             allowed = "a number > 1, or a band whose parts have a decimal point, as 0.5_2.0"
             yield Fault(setting, problem, allowed, f"Set {setting}=2.0.")
-        value, (setting, ours) = correction.get("rollout_is_threshold"), own[path]
-        level = WEIGHT_KINDS.get(correction.get("rollout_is"))
-        bounds = level.bounds if level else limits.require_threshold
+        value, kind = correction.get("rollout_is_threshold"), WEIGHT_KINDS.get(correction.get("rollout_is"))
+        ours = kind is not None if path == CORRECTION else "threshold" in _needs(config)
+        bounds, setting = kind.bounds if kind else limits.require_threshold, f"{path}.rollout_is_threshold"
         said = list(faults_raised_by(bounds, value, setting)) if ours else []
-        yield from said
+        yield from said  # this package's losses and weights say it in their own words
         bounds_ratio = bounds is limits.require_threshold and correction.get("rollout_is")
         if said or not bounds_ratio or not isinstance(value, int | float) or 1 <= value <= MAX_USUAL_THRESHOLD:
             continue
         effect = "would truncate weights of on-policy tokens (ratio 1)" if value < 1 else "hardly ever acts"
         problem = f"it {effect}. YAML reads a band such as 0.5_5 as 0.55, 1e-9_3 as 1e-93 and 2_10 as 210"
         allowed = f"a number in [1, {MAX_USUAL_THRESHOLD}], or a band as 0.5_5.0"
-        remedy = f"Set {path}.rollout_is_threshold=2.0, or the band as 0.5_5.0."
+        remedy = f"Set {setting}=2.0, or the band as 0.5_5.0."
         severity: Severity = "error" if value < 1 else "warning"
-        yield Fault(f"{path}.rollout_is_threshold", problem, allowed, remedy, severity=severity)
+        yield Fault(setting, problem, allowed, remedy, severity=severity)
 
 
 @rule("k1-bounds-inverted")
@@ -189,16 +155,6 @@ def _band(text: str) -> tuple[float, float] | None:
     except ValueError:  # not a band; verl says so itself when it parses it
         return None
     return (low, high) if low > 0 and high > 0 else None
-
-
-@rule("clip-ratio-c-ignored", "warning")
-def clip_ratio_c_ignored(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """Most losses have no dual clip; a value set for it does nothing."""
-    value = config.actor_rollout_ref.actor.get("clip_ratio_c", VERLS_CLIP_RATIO_C)
-    if _loss(config) in (*POLICY_LOSSES, *ONE_CLIP) and value != VERLS_CLIP_RATIO_C:
-        problem = f"loss_mode={_loss(config)} does not read it; verl's vanilla and DPPO do"
-        allowed = f"{VERLS_CLIP_RATIO_C} (verl's default, not read)"
-        yield Fault(f"{ACTOR}.clip_ratio_c", problem, allowed, "Remove the setting.")
 
 
 @rule("loss-settings")

@@ -15,15 +15,8 @@ from verl_precision.integration.trainer.saving import every_minutes
 ALARM, MASKS = "mismatch.alarm.on_alarm", f"{ROLLOUT}.custom.sampling_masks"
 REPLAY = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
 WITHOUT_PARTS = "main-without-parts"
-_OTHERS = "grpo, rloo, gae, reinforce_plus_plus, ..."
-_SQUARES = "the sum of squared probabilities of each token, which no engine computes"
-# Of verl 0.9.1: trainer_base.py `_compute_advantage` selects rewards, masks, groups, values and log-probs, and no more.
-NOT_GIVEN = {
-    "remax": "the rewards of greedy responses",
-    "optimal_token_baseline": _SQUARES,
-    "tir_optimal_token_baseline": _SQUARES,
-    "gdpo": "the parts of the reward by their names",
-}
+# They need more than `_compute_advantage` of verl 0.9.1 selects: greedy rewards, sums of squares, rewards by parts.
+NOT_GIVEN = ("remax", "optimal_token_baseline", "tir_optimal_token_baseline", "gdpo")
 _INSTEAD = "Start verl.trainer.main_ppo, with trainer.v1.trainer_mode=separate_async where the rollout has its own GPUs"
 
 
@@ -67,19 +60,10 @@ def _instead(main: str) -> str:
 @rule("advantage-not-computed")
 def advantage_not_computed(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """An advantage estimator that needs what the V1 trainer does not give it ends in the first step."""
-    name = str(config.algorithm.adv_estimator)
+    name, others = str(config.algorithm.adv_estimator), "grpo, rloo, gae, reinforce_plus_plus, ..."
     if config.trainer.get("use_v1", True) and name in NOT_GIVEN:
-        problem = f"verl's V1 trainer does not give it {NOT_GIVEN[name]}: the first step fails"
-        yield Fault("algorithm.adv_estimator", problem, _OTHERS, f"Choose another estimator of advantages: {_OTHERS}")
-
-
-@rule("prefix-grouper-unread", "warning")
-def prefix_grouper_unread(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """Only verl's V0 trainers read it."""
-    setting = "actor_rollout_ref.actor.use_prefix_grouper"
-    if config.trainer.get("use_v1", True) and OmegaConf.select(config, setting):
-        problem = "verl's V1 trainer does not read it: prompts of a group are computed once for each response"
-        yield Fault(setting, problem, "False", f"Leave out {setting}.")
+        problem = f"verl's V1 trainer does not give {name} what it needs: the first step fails"
+        yield Fault("algorithm.adv_estimator", problem, others, f"Choose another estimator of advantages: {others}")
 
 
 @rule("adapter-not-loaded")

@@ -1,16 +1,18 @@
-"""Rules of the presets: what of them is not in force, because a word of the command or another loss wins."""
+"""Rules of the presets: what of them is not in force, because a word or another loss wins; remedies beside them."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.check.rules.rule import Environment, Fault, Severity, rule
 from verl_precision.check.winning_words import WIN, shown, winning_words, with_presets_winning
+from verl_precision.presets import preset_groups
 
 NAME = "preset-overruled"
 OF_PRESETS = (NAME, "preset-not-in-force")
+_NAMED = re.compile(r"(?<![\w.])(\w+)=(\w+(?:(?:, | or )\w+)*)")  # precision=fp16, or estimator=one, another or a third
 MEANT = " If it is meant, add +presets=yield."
 # What follows where a word wins: end of the setting's path, how serious it is, in a few words. The first that fits.
 _EFFECTS: tuple[tuple[str, Severity, str], ...] = (
@@ -69,24 +71,27 @@ def distilled(config: DictConfig, environment: Environment) -> Iterator[Fault]:
 
 
 def one_for_a_cause(
-    config: DictConfig, faults: list[Fault], ask: Callable[[DictConfig], Iterable[Fault]]
+    config: DictConfig, faults: list[Fault], ask: Callable[[DictConfig, Collection[str]], list[Fault]]
 ) -> Iterator[Fault]:
     """Yield the faults of a config, but one for each word that wins over a preset, and none for what follows from it.
 
-    What follows is what is gone where the presets win; `ask` is asked of that. Another rule that blames the word's own
-    setting knows the effect better: the two become one.
+    What follows is what is gone where the presets win; of that the rules that found something are asked again. Another
+    rule that blames the word's own setting knows the effect better: the two become one.
     """
     words = {each.setting: each for each in faults if each.name == NAME and each.setting != WIN}
     if not words:
         yield from faults
         return
     worst = min(each.rank for each in words.values())
-    left = {(each.name, each.setting) for each in ask(with_presets_winning(config))}
+    found = {each.name for each in faults} - {NAME}
+    left = {(each.name, each.setting) for each in ask(with_presets_winning(config), found)} if found else set()
     for fault in faults:
         others = [each for each in faults if each.setting == fault.setting and each.name != NAME]
         if fault.name == NAME:
             yield _joined(fault, min(others, key=lambda each: each.rank)) if others else fault
-        elif fault.setting not in words and ((fault.name, fault.setting) in left or fault.rank < worst):
+        elif fault.severity == "unchecked" or (fault.setting not in words and fault.rank < worst):
+            yield fault
+        elif fault.setting not in words and (fault.name, fault.setting) in left:
             yield fault
 
 
@@ -96,3 +101,32 @@ def _joined(word: Fault, other: Fault) -> Fault:
     problem = f"{word.problem.rpartition(': ')[0]}: {other.problem}"
     remedy = word.remedy if graver is word else word.remedy.partition(MEANT)[0]  # the other rule refuses it anyway
     return replace(graver, problem=problem, remedy=remedy)
+
+
+def without_chosen(fault: Fault, config: DictConfig) -> Fault:
+    """Return a fault whose remedy leaves out each way that asks for a preset that is chosen.
+
+    There it has not helped: the command, or the recipe, replaces a part of what the preset sets. Remedies are ways,
+    separated by `, or `.
+    """
+    choices = OmegaConf.select(config, "hydra.runtime.choices") or {}
+    chosen = {group: choices[group] for group in preset_groups() if choices.get(group)}
+    ways = fault.remedy.rstrip(".").split(", or ")
+    asking = {way: asked for way in ways if (asked := _asked(way, chosen))}
+    if not asking:
+        return fault
+    left, preset = [way for way in ways if way not in asking], next(iter(asking.values()))
+    words = (word.lstrip("+").partition("=")[0] for word in OmegaConf.select(config, "hydra.overrides.task") or ())
+    if fault.setting in words:
+        left.insert(0, f"Leave out {fault.setting}, which replaces a part of {preset}")
+    remedy = ", or ".join(left or [f"{preset} is chosen: leave out the words that replace what it sets"])
+    return replace(fault, remedy=f"{remedy if '=' in remedy.split()[0] else remedy[0].upper() + remedy[1:]}.")
+
+
+def _asked(way: str, chosen: dict[str, str]) -> str:
+    """Return the preset, among those chosen, that a way asks for; empty if it asks for none."""
+    for group, name in chosen.items():
+        named = (re.split(", | or ", names) for key, names in _NAMED.findall(way) if key == group)
+        if f"a {group} preset" in way or any(name in each for each in named):
+            return f"{group}={name}"
+    return ""

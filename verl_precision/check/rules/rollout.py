@@ -1,6 +1,5 @@
 """Rules of the rollout: log-probs, truncated sampling, what the installed vLLM does."""
 
-import re
 from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
@@ -15,20 +14,17 @@ from verl_precision.base.verl_config import (
     engine_kwargs,
     engines,
     missing_log_probs,
-    quantisations,
-    rollout_dtype,
     sync_backend,
     uses_adapter,
 )
 from verl_precision.base.versions import loads_adapters
 from verl_precision.check.rules.rule import Environment, Fault, Severity, fault_of_error, rule
-from verl_precision.check.who_decides import USERS, speaker_of
+from verl_precision.check.who_decides import decisions
 from verl_precision.engine.arithmetic_choice import IN_CONFIG
 from verl_precision.losses.registry import POLICY_LOSSES
 
 # What leaves the distribution as it is.
 NEUTRAL = {"temperature": (1,), "top_p": (1,), "top_k": (-1, 0), "custom.min_p": (None, 0)}
-BLACKWELL = re.compile(r"\bG?B[123]00\b")
 MASKS = f"{ROLLOUT}.custom.sampling_masks"
 MERGE = "actor_rollout_ref.model.lora.merge"
 
@@ -39,7 +35,9 @@ def validation_repeats(config: DictConfig, environment: Environment) -> Iterator
     kwargs, setting = config.actor_rollout_ref.rollout.val_kwargs, f"{ROLLOUT}.val_kwargs.n"
     greedy = [f"{key}={value}" for key, value in (("temperature", 0), ("top_k", 1)) if kwargs.get(key) == value]
     validates = config.trainer.test_freq > 0 or config.trainer.get("val_before_train")
-    if (kwargs.n or 1) > 1 and greedy and validates and speaker_of(config, setting) in USERS:
+    said = decisions(config)
+    by_preset = setting in said.origins and said.origins[setting].group and not said.word_about(setting)
+    if (kwargs.n or 1) > 1 and greedy and validates and not by_preset:
         problem = f"with val_kwargs.{greedy[0]} the {kwargs.n} responses to a prompt are the same, but for rounding"
         remedy = f"Set {setting}=1, or set {ROLLOUT}.val_kwargs.temperature=0.6, say."
         yield Fault(setting, problem, "1, or a temperature above 0", remedy)
@@ -106,17 +104,14 @@ def logprobs_missing(config: DictConfig, environment: Environment) -> Iterator[F
 @rule("agent-loop")
 def agent_loop(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """What our agent loop reads, and the agent loop, belong together; the loop speaks to vLLM."""
-    rollout, custom, manager = config.actor_rollout_ref.rollout, f"{ROLLOUT}.custom", config.reward.reward_manager.name
+    rollout, custom = config.actor_rollout_ref.rollout, f"{ROLLOUT}.custom"
     of_loop = {key: OmegaConf.select(config, f"{custom}.{key}") for key in OF_LOOP}
     given, stop = [key for key in OF_LOOP if of_loop[key] is not None], of_loop["stop"]
     ours = rollout.agent.default_agent_loop == AGENT_LOOP
     if OmegaConf.select(config, "reward.custom_reward_function.reward_kwargs.require_finished"):
-        if not (ours and of_loop["mark_truncated"]):
-            problem = "only vp_single_turn tells the reward's require_finished whether a response was cut off"
-            yield Fault(f"{custom}.mark_truncated", problem, "True, with vp_single_turn")
-        if manager in ("dapo", "gdpo"):
-            problem = f"verl's {manager} tells a reward nothing of the agent loop, and require_finished needs it"
-            yield Fault("reward.reward_manager.name", problem, "naive")
+        if not (ours and of_loop["mark_truncated"]) or config.reward.reward_manager.name in ("dapo", "gdpo"):
+            problem = "only vp_single_turn, with verl's manager naive, tells require_finished what was cut off"
+            yield Fault(f"{custom}.mark_truncated", problem, "True, with vp_single_turn and reward_manager.name=naive")
     if not ours:
         if given:
             problem = f"it does not read {', '.join(given)} of {custom}"
@@ -161,23 +156,7 @@ def sampling_masks(config: DictConfig, environment: Environment) -> Iterator[Fau
         yield Fault(actor.ulysses[0], "a rank then sees a part of each sequence", "1")
 
 
-@rule("experts-kernel-bf16", "warning", about="the kernel of experts on Blackwell")
-def experts_kernel_bf16(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """On Blackwell vLLM prefers FlashInfer's BF16 kernel for experts, and asks it for no dtype."""
-    kwargs, dtype, on_gpu = engine_kwargs(config), rollout_dtype(config), config.trainer.device == "cuda"
-    quantised = any(place.endswith(".quantization") for place in quantisations(config))  # they have other kernels
-    if config.actor_rollout_ref.rollout.name != "vllm" or dtype not in ("fp16", "fp32") or quantised or not on_gpu:
-        return
-    gpu = next((name for name in environment.gpus if BLACKWELL.search(name.upper())), None)
-    if (kwargs.get("moe_backend") or "auto") != "auto" or (environment.gpus and gpu is None):
-        return
-    if (model := environment.shape) is not None and model.experts > 1 and gpu is not None:
-        setting = f"{ROLLOUT}.engine_kwargs.vllm.moe_backend"
-        problem = f"on {gpu} vLLM 0.28 prefers a BF16 kernel for experts, whatever the dtype, {dtype} (read)"
-        yield Fault(setting, problem, "triton", f"Set +{setting}=triton.", value="auto")
-
-
-@rule("adapter-not-loadable", about="whether vLLM loads adapters")
+@rule("adapter-not-loadable")
 def adapter_not_loadable(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl calls a method of vLLM to load LoRA adapters that vLLM has since renamed."""
     if config.actor_rollout_ref.rollout.name != "vllm" or not uses_adapter(config):

@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import ROLLOUT, engine_kwargs, engines
-from verl_precision.check.rules.rule import Environment, Fault, Machine, fault_of_error, faults_raised_by, rule
+from verl_precision.check.rules.files import ANSWER_REWARDS, REWARD
+from verl_precision.check.rules.rule import (
+    Environment,
+    Fault,
+    Machine,
+    Severity,
+    fault_of_error,
+    faults_raised_by,
+    rule,
+)
 from verl_precision.check.served_models import served_models, teaches
 from verl_precision.integration.trainer.saving import checkpoint_settings
 from verl_precision.mismatch.settings import settings_of
@@ -64,25 +73,23 @@ def made_by_a_script(config: DictConfig) -> bool:
 @rule("model-missing", of_machine=True)
 def model_path(config: DictConfig, machine: Machine) -> Iterator[Fault]:
     """A local model has a readable config.json; a hub name cannot be checked without network."""
-    path, critic, has_critic = f"{MODEL}.path", "critic.model.path", any(e.role == "critic" for e in engines(config))
+    path, allowed = f"{MODEL}.path", "a folder in Hugging Face format or a hub name (owner/model)"
     missing = [each.named for each in served_models(config) if each.path in machine.missing_models]
-    missing += [critic] if machine.critic_missing and has_critic else []
-    missing += [path] if machine.model == "nothing" else []
-    problems = {
-        setting: "no such folder, and not a hub name"
-        for setting in missing
-        if not HUB_NAME.match(str(OmegaConf.select(config, setting)))
-    }
-    if machine.model in ("file", "folder without config.json"):
-        problems[path] = "the folder has no readable config.json"
+    if machine.critic_missing and any(engine.role == "critic" for engine in engines(config)):
+        missing.append("critic.model.path")
+    if machine.model == "nothing" and not made_by_a_script(config):
+        missing.append(path)
     remedy = "Check the spelling, and the folder's permissions."
+    for setting in missing:
+        if not HUB_NAME.match(str(OmegaConf.select(config, setting))):
+            yield Fault(setting, "no such folder, and not a hub name", allowed, remedy)
     if machine.model == "nothing" and made_by_a_script(config):
-        problems[path], remedy = "it is not made yet", "Start the recipe's own script: it makes the model first."
-    for setting, problem in problems.items():
-        yield Fault(setting, problem, "a folder in Hugging Face format or a hub name (owner/model)", remedy)
+        yield Fault(path, "it is not made yet", allowed, "Start the recipe's own script: it makes the model first.")
+    if machine.model in ("file", "folder without config.json"):
+        yield Fault(path, "the folder has no readable config.json", allowed, remedy)
 
 
-@rule("model-overridden", about="override_config against config.json")
+@rule("model-overridden")
 def model_overridden(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """`override_config` changes the trainer's model; vLLM loads the one of config.json."""
     of_vllm = OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides") or {}
@@ -96,24 +103,7 @@ def model_overridden(config: DictConfig, environment: Environment) -> Iterator[F
             yield Fault(f"{MODEL}.override_config.{key}", problem, str(own), remedy)
 
 
-@rule("tokenizer-refused", about="the tokenizer")
-def tokenizer(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """verl builds prompts from single tokens; a tokenizer without them fails every prompt, minutes in."""
-    if environment.tokenizer_problem is not None:
-        yield fault_of_error(environment.tokenizer_problem)
-
-
-@rule("chat-template-missing", "warning", about="the chat template")
-def chat_template(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """verl makes prompts with a chat template, and a base model's tokenizer may have none."""
-    setting = f"{MODEL}.custom_chat_template"
-    if not OmegaConf.select(config, setting) and environment.model.get("has_chat_template") is False:
-        problem = "the model's tokenizer has no chat template: no prompt can be made"
-        remedy = "Give one that fits the prompts, or take a model that has one."
-        yield Fault(setting, problem, "a template in Jinja", remedy)
-
-
-@rule("context-too-small", about="the length of the model's context")
+@rule("context-too-small")
 def context(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl cuts what it asks vLLM for to the context, without a word; the model has to have the positions."""
     longest = config.data.max_prompt_length + config.data.max_response_length
@@ -139,3 +129,20 @@ def group_of_one(config: DictConfig, environment: Environment) -> Iterator[Fault
     if config.actor_rollout_ref.rollout.n == 1 and estimator in GROUP_ESTIMATORS and not unused:
         problem = f"adv_estimator={estimator} compares the responses to a prompt, and one alone has nothing to compare"
         yield Fault(f"{ROLLOUT}.n", problem, "2 or more", f"Set {ROLLOUT}.n=8.")
+
+
+@rule("filter-metric", "warning")
+def filter_metric(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """Dynamic sampling drops a group whose rewards, with every penalty, are equal: none where a reward is graded."""
+    setting, reward = "algorithm.filter_groups.metric", OmegaConf.select(config, f"{REWARD}.path")
+    metric, graded = OmegaConf.select(config, setting), reward is not None and reward not in ANSWER_REWARDS
+    shortened = OmegaConf.select(config, "reward.reward_kwargs.overlong_buffer_cfg.enable") and metric == "reward"
+    known = OmegaConf.select(config, "reward.reward_model.enable") or shortened
+    asked = OmegaConf.select(config, "algorithm.filter_groups.enable") and metric in ("reward", "score")
+    if not asked or not (known or graded):
+        return
+    severity: Severity = "warning" if known else "unchecked"
+    problem = "a reward model, an overlong buffer, or a reward that gives more than right and wrong makes it differ "
+    problem += "within a group: groups that are right, or wrong, throughout are not dropped"
+    remedy = f"Set {setting}=acc, or name such a key."
+    yield Fault(setting, problem, "acc, or a key that says right or wrong", remedy, severity=severity)

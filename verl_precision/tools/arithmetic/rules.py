@@ -69,7 +69,7 @@ OF_ENGINE = (
 )
 
 
-@rule("not-exact", about="operations of exact arithmetic")
+@rule("not-exact")
 def not_exact(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """A run with exact arithmetic is meant to have no gap: nothing may round otherwise in one engine alone."""
     if (arithmetic := OmegaConf.select(config, IN_CONFIG)) != EXACT:
