@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from verl_precision.tools.patching.change import change_tree, check_tree
-from verl_precision.tools.patching.series import State, available, open_tree, sha256
+from verl_precision.tools.patching.series import State, available, sha256
+from verl_precision.tools.patching.tree import Tree, change_tree, check_tree
 
 VERSIONS = sorted(available())
 HERE = Path(__file__).parent
@@ -46,7 +46,7 @@ def test_git_am_and_patch_take_it_too(pristine, version, tmp_path):
     wanted = {path: hashes[State.APPLIED] for path, hashes in series.files.items()}
     identity = ["-c", "user.name=n", "-c", "user.email=e@x.invalid", "-c", "commit.gpgsign=false"]
     by_git, by_patch = tmp_path / "git", tmp_path / "patch"
-    for folder, path in itertools.product((by_git, by_patch), open_tree(pristine(version), available()).files):
+    for folder, path in itertools.product((by_git, by_patch), Tree(pristine(version)).files):
         if (pristine(version) / path).exists():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(pristine(version) / path, folder / path)

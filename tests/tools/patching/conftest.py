@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from small_series import CONFIG, CORE, LONG, NEW, PATCHED, TEST
 
-from verl_precision.tools.patching import change
-from verl_precision.tools.patching.series import available, load_series, read_patches, sha256
+from verl_precision.tools.patching import tree
+from verl_precision.tools.patching.series import load_series, read_patches, sha256
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -64,13 +64,8 @@ def release(copy_of_release: Callable[[str], Path]) -> Path:
 
 
 @pytest.fixture
-def patches(made: Path, tmp_path: Path) -> Path:
-    """The folder of the series; it holds `verl-1.2.3`."""
-    return shutil.copytree(made / "patches", tmp_path / "patches")
-
-
-@pytest.fixture
-def series(patches, monkeypatch):
+def series(made, tmp_path, monkeypatch):
     """The series, and the only one that the command knows."""
-    monkeypatch.setattr(change, "available", lambda: available(patches))
-    return load_series(patches / "verl-1.2.3")
+    found = load_series(shutil.copytree(made / "patches" / "verl-1.2.3", tmp_path / "patches" / "verl-1.2.3"))
+    monkeypatch.setattr(tree, "available", lambda: {found.version: found})
+    return found

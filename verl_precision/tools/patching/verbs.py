@@ -27,8 +27,8 @@ def patch(
     """
     if [list_, check_, apply_, revert].count(True) != 1 or list_ != (tree is None):
         raise BadParameter("give --list, or one of --check, --apply, --revert with TREE")
-    from verl_precision.tools.patching.change import change_tree, check_tree
     from verl_precision.tools.patching.series import State, list_series
+    from verl_precision.tools.patching.tree import change_tree, check_tree
 
     if tree is None:
         lines = list_series()

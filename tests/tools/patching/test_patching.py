@@ -1,21 +1,24 @@
-"""Files made by git, whatever git is told elsewhere, and put in place so that a kill at any point loses nothing."""
+"""Which trees a series fits; files made by git, whatever git is told elsewhere, and put in place so that a kill at any
+point loses nothing.
+"""
 
 import errno
 import itertools
+import json
 import os
 import shutil
 import signal
 import subprocess
-from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
-from small_series import CONFIG, CORE, NEW, PATCHED, TEST
+from small_series import CONFIG, CORE, LONG, NEW, PATCHED, TEST
 
-from verl_precision.base.errors import PatchError
-from verl_precision.tools.patching import change
-from verl_precision.tools.patching.change import FOLDER, change_tree, check_tree, folder_for_copies, make_copies
-from verl_precision.tools.patching.series import State, files_to_change, open_tree, sha256
+from verl_precision.base.errors import PatchError, VerlPrecisionError
+from verl_precision.base.files import shipped_folder
+from verl_precision.tools.patching import tree as trees
+from verl_precision.tools.patching.series import State, available, load_series, sha256
+from verl_precision.tools.patching.tree import Tree, change_tree, check_tree, folder_for_copies
 
 APPLIED, PRISTINE = State.APPLIED, State.PRISTINE
 
@@ -27,30 +30,88 @@ def snapshot(root):
 
 
 @pytest.fixture
-def tree(release, series):
-    return open_tree(release, {series.version: series})
-
-
-@pytest.fixture
-def copied(tree, tmp_path):
+def copied(release, series, tmp_path):
     """Make the files of the other state in a folder of their own and return their contents."""
 
-    def run(tree=tree):
-        (folder := tmp_path / "copies").mkdir()
-        make_copies(tree, APPLIED, files_to_change(tree, APPLIED), folder)
+    def run():
+        tree, folder = Tree(release), tmp_path / "copies"
+        folder.mkdir()
+        tree.make_copies(APPLIED, tree.files_to_change(APPLIED), folder)
         return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
     return run
 
 
+def test_order_titles_and_files(series):
+    titles = [f"[algo] fix: a is ten, {LONG}", "[cfg] feat: x is two, c is new"]
+    assert [patch.subject for patch in series.patches] == titles and series.version == "1.2.3"
+    assert [set(patch.files) for patch in series.patches] == [{CORE}, {CORE, CONFIG, NEW, TEST}]
+    assert series.files[NEW][PRISTINE] is None
+
+
+def test_a_patch_without_recorded_hashes_is_refused(series):
+    manifest = series.folder / "hashes.json"
+    recorded = json.loads(manifest.read_text())
+    del recorded["files"][NEW]
+    manifest.write_text(json.dumps(recorded))
+    with pytest.raises(PatchError, match=r"the patches touch .*new\.py.*record_hashes\.py"):
+        load_series(series.folder)
+
+
+def test_ours_are_found_and_whole():
+    found = available()
+    assert set(found) == {"0.6.1", "0.9.1"}
+    for version, series in found.items():
+        assert series.folder == shipped_folder("patches") / f"verl-{version}"
+        assert [int(patch.path.name[:4]) for patch in series.patches] == list(range(1, len(series.patches) + 1))
+
+
+@pytest.mark.parametrize(("content", "words"), [
+    (None, "unknown tree, .*does not exist"),
+    (b"1.2.4\n", r"verl 1\.2\.4 has no series here; nothing was touched\. Allowed: 1\.2\.3"),
+    *((content, "version|no series") for content in (b"\xff\xfe1.2.3", b"1.2.3\n" * 10_000, b"1.2.3\0")),
+])  # fmt: skip
+def test_a_tree_that_is_no_release_with_a_series_is_refused_in_few_words(release, series, content, words):
+    version = release / "verl/version/version"
+    version.unlink() if content is None else version.write_bytes(content)
+    with pytest.raises(VerlPrecisionError, match=words) as refused:
+        Tree(release)
+    assert len(str(refused.value)) < 600
+
+
+def test_both_states_are_recognised_and_what_lies_between(release, series):
+    (release / "verl/mine.py").write_text("mine\n")  # no patch touches it, so it does not matter
+    tree = Tree(release)
+    assert tree.files_to_change(APPLIED) == tree.files and tree.files_to_change(PRISTINE) == []
+    (release / NEW).parent.mkdir()
+    for path in (CONFIG, NEW):
+        (release / path).write_bytes(PATCHED[path])
+    assert tree.files_to_change(APPLIED) == [TEST, CORE] and tree.files_to_change(PRISTINE) == [CONFIG, NEW]
+
+
+def test_changed_and_missing_files_are_named_and_a_link_even_if_the_content_fits(release, series):
+    (release / NEW).parent.mkdir()
+    (release / CORE).rename(release / "elsewhere.py")
+    for path in (CONFIG, NEW, TEST):
+        (release / path).write_text("mine\n")
+    with pytest.raises(PatchError, match="dirty; ") as refused:
+        Tree(release).files_to_change(APPLIED)
+    assert all(path in str(refused.value) for path in (CORE, CONFIG, NEW, TEST))
+    (release / CORE).symlink_to(release / "elsewhere.py")
+    with pytest.raises(PatchError, match=f"{CORE} .not a regular file"):
+        Tree(release).files_to_change(APPLIED)
+
+
 def test_there_and_back_byte_for_byte(release, series):
-    pristine = snapshot(release)
+    (release / CONFIG).chmod(0o640)
+    (cache := release.with_name("cache")).hardlink_to(release / CORE)  # installers link packages from a cache
+    pristine, linked = snapshot(release), cache.read_bytes()
     assert check_tree(release) == "verl 1.2.3 is pristine: the series of 2 patches applies cleanly to 4 files"
     assert snapshot(release) == pristine
     assert change_tree(release, APPLIED) == [f"applied 2 patches for verl 1.2.3: {release}"]
     applied = snapshot(release)
-    assert {path: applied[path][1] for path in PATCHED} == PATCHED
-    assert applied[CORE][0] == pristine[CORE][0]
+    assert {path: applied[path][1] for path in PATCHED} == PATCHED and cache.read_bytes() == linked
+    assert [applied[path][0] for path in (CORE, CONFIG)] == [pristine[path][0] for path in (CORE, CONFIG)]
     assert check_tree(release) == "verl 1.2.3 is applied: the series of 2 patches reverts cleanly to 4 files"
     assert change_tree(release, APPLIED) == [f"verl 1.2.3 is applied already: {release}"]
     change_tree(release, PRISTINE)
@@ -71,28 +132,14 @@ def test_settings_of_git_do_not_matter(copied, monkeypatch, tmp_path):
     assert copied() == PATCHED
 
 
-def test_git_missing_says_so(copied, monkeypatch):
+def test_git_missing_and_a_result_that_was_not_recorded_are_refused(release, series, copied, monkeypatch):
+    series.files[NEW][APPLIED] = "0" * 64
+    monkeypatch.setattr(trees, "available", lambda: {"1.2.3": series})
+    with pytest.raises(PatchError, match=f"{NEW}: the result is not what is recorded"):
+        change_tree(release, APPLIED)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(PatchError, match=r"git: not found.*Install git\."):
         copied()
-
-
-def test_a_result_that_was_not_recorded_is_refused(tree, copied):
-    forged = {**tree.series.files, NEW: {PRISTINE: None, APPLIED: "0" * 64}}
-    with pytest.raises(PatchError, match=f"{NEW}: the result is not what is recorded"):
-        copied(replace(tree, series=replace(tree.series, files=forged)))
-
-
-def test_a_file_edited_while_copies_are_made_is_left_alone(release, series, monkeypatch):
-    def slow(*arguments):
-        make_copies(*arguments)
-        (release / CONFIG).write_text("mine\n")
-
-    before = snapshot(release)
-    monkeypatch.setattr(change, "make_copies", slow)
-    with pytest.raises(PatchError, match=f"dirty; .*{CONFIG}.*nothing was touched"):
-        change_tree(release, APPLIED)
-    assert snapshot(release) == before | {CONFIG: (before[CONFIG][0], b"mine\n")}
 
 
 @pytest.mark.parametrize("goal", [None, *State])
@@ -107,9 +154,22 @@ def test_dirty_is_refused_and_untouched(release, series, goal, in_part):
     assert snapshot(release) == before
 
 
-@pytest.mark.parametrize("packages", ["site-packages", "dist-packages"])
-def test_installed_package_only_by_name_through_a_link_too(release, series, tmp_path, packages):
-    folder, link = shutil.copytree(release, tmp_path / packages), tmp_path / "looks_harmless"
+def test_a_file_edited_while_copies_are_made_is_left_alone(release, series, monkeypatch):
+    def slow(*arguments):
+        make_copies(*arguments)
+        (release / CONFIG).write_text("mine\n")
+
+    before, make_copies = snapshot(release), Tree.make_copies
+    monkeypatch.setattr(Tree, "make_copies", slow)
+    with pytest.raises(PatchError, match=f"dirty; .*{CONFIG}.*nothing was touched"):
+        change_tree(release, APPLIED)
+    assert snapshot(release) == before | {CONFIG: (before[CONFIG][0], b"mine\n")}
+
+
+def test_installed_package_only_by_name_through_a_link_too(release, series, tmp_path):
+    with pytest.raises(PatchError, match="--installed, and it is not an installed package"):
+        change_tree(release, APPLIED, installed=True)
+    folder, link = shutil.copytree(release, tmp_path / "site-packages"), tmp_path / "looks_harmless"
     link.symlink_to(folder)
     before = snapshot(folder)
     with pytest.raises(PatchError, match="an installed package; nothing was touched.*--installed"):
@@ -123,45 +183,9 @@ def test_installed_package_only_by_name_through_a_link_too(release, series, tmp_
 
 def test_a_full_disk_leaves_the_tree_as_it_was(release, series, monkeypatch):
     before = snapshot(release)
-    monkeypatch.setattr(change.os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    monkeypatch.setattr(trees.os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with pytest.raises(OSError, match="No space left on device"):
         change_tree(release, APPLIED)
-    assert snapshot(release) == before
-
-
-def test_permissions_and_hard_links_are_kept_and_new_files_take_those_of_their_folder(release, series):
-    (release / CONFIG).chmod(0o640)
-    (release / "verl").chmod(0o2775)
-    (cache := release.with_name("cache")).hardlink_to(release / CORE)  # installers link packages from a cache
-    before = cache.read_bytes()
-    change_tree(release, APPLIED)
-    assert cache.read_bytes() == before
-    modes = {path: (release / path).stat().st_mode & 0o7777 for path in (CORE, CONFIG, "verl/extra", NEW)}
-    assert modes == {CORE: 0o755, CONFIG: 0o640, "verl/extra": 0o2775, NEW: 0o664}
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_the_owner_is_kept_when_root_patches(release, series):
-    for path in (release, *release.rglob("*")):
-        os.chown(path, 12345, 23456)
-    for goal in (APPLIED, PRISTINE):
-        change_tree(release, goal)
-        assert {(p.stat().st_uid, p.stat().st_gid) for p in (release, *release.rglob("*"))} == {(12345, 23456)}
-
-
-def test_an_owner_that_cannot_be_kept_is_refused(release, series, monkeypatch):
-    real = change.Path.stat
-
-    def of_another_user(path, **options):
-        found = real(path, **options)
-        return found if FOLDER in path.parts else os.stat_result([*found[:4], 12345, *found[5:]])
-
-    before = snapshot(release)
-    with monkeypatch.context() as patch:
-        patch.setattr(change.os, "chown", Mock(side_effect=PermissionError(1, "Operation not permitted")))
-        patch.setattr(change.Path, "stat", of_another_user)
-        with pytest.raises(PatchError, match="belongs to user 12345.*nothing was touched"):
-            change_tree(release, APPLIED)
     assert snapshot(release) == before
 
 
@@ -180,7 +204,7 @@ def die_at_call(number, goal, release):
 
         return call
 
-    calls = {os: "replace fsync", change.Path: "mkdir unlink rmdir chmod", shutil: "copyfile rmtree"}
+    calls = {os: "replace fsync", trees.Path: "mkdir unlink rmdir chmod", shutil: "copyfile rmtree"}
     for owner, name in ((owner, name) for owner, names in calls.items() for name in names.split()):
         setattr(owner, name, dying(getattr(owner, name)))
     try:
@@ -203,8 +227,8 @@ def test_killed_anywhere_files_are_whole_and_the_next_call_finishes_or_takes_bac
             break
         for path, hashes in series.files.items():
             assert sha256(release / path) in hashes.values(), (number, path)
-        tree = open_tree(release, {series.version: series})
-        state = next((state for state in State if not files_to_change(tree, state)), None)
+        tree = Tree(release)
+        state = next((state for state in State if not tree.files_to_change(state)), None)
         seen[state] += 1
         if state is None:
             with pytest.raises(PatchError, match="patched in part, as an interrupted call leaves it: . of 4 files"):
