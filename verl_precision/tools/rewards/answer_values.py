@@ -11,7 +11,6 @@ from functools import lru_cache
 import sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
-from verl_precision.tools.rewards.answer_forms import DEEPEST, deepest
 from verl_precision.tools.rewards.answer_text import plain_number
 
 LARGEST = 200_000  # bits of a number: a power tower has more, and would fill the memory
@@ -51,7 +50,7 @@ def value_of(text: str) -> sympy.Expr | None:
         numbers[sympy.Symbol(f"math{{{name}}}", real=True)] = sympy.Rational(_number(found))
         return (r"\cdot " if found["divisor"] else "") + rf"\mathit{{{name}}} "
 
-    if _UNREADABLE.search(text) or deepest(text) > DEEPEST:
+    if _UNREADABLE.search(text):
         return None
     try:
         text = re.sub(r"(\\mathit\{q\d+\} |(?<![\\A-Za-z/])[A-Za-z]+) ?\(", r"\1\\cdot (", _NUMBER.sub(symbol, text))
