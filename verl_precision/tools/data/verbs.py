@@ -21,7 +21,7 @@ def data(
     ] = None,
     template: Annotated[str | None, Option(help=f"Prompt template: {', '.join(TEMPLATES)}.")] = None,
     source: Annotated[
-        str | None, Option(help=f"Local .parquet or .jsonl file, instead of a download. For {MODEL}: a wheel, or hub.")
+        str | None, Option(help=f"Local .parquet or .jsonl file, instead of a download. For {MODEL}: a wheel.")
     ] = None,
     synthetic: Annotated[bool, Option("--synthetic", help="Write a few sums instead; needs no network.")] = False,
     skip_size_check: Annotated[

@@ -75,14 +75,11 @@ def _write(
     saved: SavedModel, kind: torch.dtype, folder: Path, on_tensor: Callable[[int], None]
 ) -> tuple[list[TensorReport], list[str]]:
     """Write the weights, a file at a time; return what a cast to FP16 does to each, and what is no weight."""
-    skeleton = saved.skeleton()
-    planned: dict[str, Tensor] = {}
-    source_of: dict[str, str] = {}
+    skeleton, planned, source_of = saved.skeleton(), dict[str, Tensor](), dict[str, str]()
     for name in saved.sources:
-        shape, stored = saved.shape_and_dtype(name)
-        for key, tensor in _as_stored(skeleton, name, torch.empty(shape, dtype=_dtype(stored, kind), device="meta")):
-            planned[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            source_of[key] = name
+        empty = saved.empty(name)
+        for key, tensor in _as_stored(skeleton, name, empty.to(kind) if empty.is_floating_point() else empty):
+            planned[key], source_of[key] = torch.empty_like(tensor), name  # of its own storage
     split = split_torch_state_dict_into_shards(planned, max_shard_size=FILE_BYTES)
     reports: dict[str, TensorReport] = {}
     skipped: list[str] = []
@@ -94,7 +91,7 @@ def _write(
                 reports[name] = audit_tensor(name, _SAVED_AS[str(whole.dtype)], whole.flatten().split(SLICE_ELEMENTS))
             else:
                 skipped.append(name)
-            rounded = whole.to(_dtype(whole.dtype, kind))
+            rounded = whole.to(kind) if whole.is_floating_point() else whole
             if lost := int((~rounded.isfinite()).sum()):
                 raise ConfigurationError(
                     f"{name} ({lost} of {whole.numel()}): weights that are not finite in it; nothing was written",
@@ -112,10 +109,6 @@ def _write(
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return list(reports.values()), skipped
-
-
-def _dtype(stored: torch.dtype, kind: torch.dtype) -> torch.dtype:
-    return kind if stored.is_floating_point else stored
 
 
 def _as_stored(skeleton: Any, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:

@@ -129,19 +129,15 @@ class SavedModel:
         return LoraConfig(r=known["r"], lora_alpha=known["lora_alpha"], target_modules=modules)
 
     @cached_property
+    def untied(self) -> bool:
+        """Whether a tensor is no longer the one that the config ties it to."""
+        return bool(untied(self._all_sources, self._tied, lambda *names: torch.equal(*map(self._whole, names))))
+
+    @cached_property
     def _tied(self) -> dict[str, str]:
         """The names that the config ties: each with the one that it is to be equal to."""
         model = self.skeleton()
         return {} if model is None else dict(model.all_tied_weights_keys)
-
-    @cached_property
-    def untied(self) -> bool:
-        """Whether a tensor is no longer the one that the config ties it to."""
-
-        def equal(one: str, other: str) -> bool:
-            return torch.equal(self._whole(one), self._whole(other))
-
-        return bool(untied(self._all_sources, self._tied, equal))
 
     @cached_property
     def sources(self) -> dict[str, Source]:
@@ -149,10 +145,10 @@ class SavedModel:
         found = self._all_sources
         return found if self.untied else {name: found[name] for name in found if self._tied.get(name) not in found}
 
-    def shape_and_dtype(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        """Return shape and saved dtype of a tensor of the model."""
+    def empty(self, name: str) -> Tensor:
+        """Return a tensor of the model without its values, in the dtype that was saved."""
         saved = self._ranks[0][self.sources[name].name]
-        return saved.shape, saved.dtype
+        return torch.empty(saved.shape, dtype=saved.dtype, device="meta")
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor of the model (a key of `sources`), whole, in the dtype that was saved, or merged in FP32."""
@@ -162,19 +158,16 @@ class SavedModel:
         first = self._ranks[0][source]
         if not isinstance(first, DTensor):
             return first  # a buffer, the same on every rank
-        ranks, sharded = first.device_mesh.mesh, []
-        for dim in reversed(range(len(first.placements))):
-            placement = first.placements[dim]
-            if isinstance(placement, Shard):
-                sharded.append(placement.dim)
-            elif placement.is_replicate():
+        ranks, sharded = first.device_mesh.mesh, None
+        for dim, placement in reversed([*enumerate(first.placements)]):
+            if placement.is_replicate():
                 ranks = ranks.select(dim, 0)  # the first replica stands for all
+            elif isinstance(placement, Shard) and sharded is None:
+                sharded = placement.dim
             else:
-                raise _refused(self.folder, f"{source} is placed as {placement}")
-        if len(sharded) > 1:
-            raise _refused(self.folder, f"{source} is sharded over {len(sharded)} dimensions of the mesh")
-        pieces = [_local(self._ranks[rank][source]) for rank in ranks.flatten().tolist()]
-        whole = torch.cat(pieces, sharded[0]) if sharded else pieces[0]
+                raise _refused(self.folder, f"{source} is placed as {first.placements}")
+        pieces = [self._ranks[rank][source].to_local() for rank in ranks.flatten().tolist()]
+        whole = pieces[0] if sharded is None else torch.cat(pieces, sharded)
         if whole.shape != first.shape:
             raise _refused(self.folder, f"{source} has shape {tuple(whole.shape)}, not {tuple(first.shape)}")
         return whole
@@ -182,10 +175,6 @@ class SavedModel:
 
 def _plain(module: str) -> str:
     return module.removeprefix(PREFIX).replace(".base_layer", "")
-
-
-def _local(saved: Tensor) -> Tensor:
-    return saved.to_local() if isinstance(saved, DTensor) else saved
 
 
 def _refused(folder: Path, problem: str, remedy: str = "") -> ConfigurationError:

@@ -51,20 +51,14 @@ class Outcome:
 
 
 def run_selftest(folder: Path, device: str, names: Sequence[str], console: Console) -> list[Outcome]:
-    """Run the named checks ("A" or "B" for a part; none for all), show each as it ends, and write selftest.json.
-
-    A check that passed in this folder is not repeated, and earlier results of others stay. A folder with results of
-    another machine is refused.
-    """
-    chosen, machine = _chosen(names), _machine(device)
-    known = _earlier(folder / REPORT, machine)
+    """Run the named checks ("A" or "B" for a part; none for all), show each as it ends, and write selftest.json."""
+    chosen, machine, outcomes = _chosen(names), _machine(device), list[Outcome]()
     for check in chosen:
-        if check.name not in known or known[check.name].status != "passed":
-            known[check.name] = _outcome(check, device, folder)
-            results = [asdict(known[name]) for name in CHECKS if name in known]
-            write_file(folder / REPORT, json.dumps({**machine, "checks": results}, indent=2) + "\n", replace=True)
-        console.print(known[check.name].line, highlight=False, soft_wrap=True)
-    return [known[check.name] for check in chosen]
+        outcomes.append(_outcome(check, device, folder))
+        report = {**machine, "checks": [asdict(outcome) for outcome in outcomes]}
+        write_file(folder / REPORT, json.dumps(report, indent=2) + "\n", replace=True)
+        console.print(outcomes[-1].line, highlight=False, soft_wrap=True)
+    return outcomes
 
 
 def show_summary(outcomes: Sequence[Outcome], console: Console) -> None:
@@ -107,11 +101,10 @@ def _outcome(check: Check, device: str, folder: Path) -> Outcome:
 
 
 def _chosen(names: Sequence[str]) -> list[Check]:
-    known = {*CHECKS, *(check.part for check in CHECKS.values())}
-    for name in names:
-        if name not in known:
-            allowed = ", ".join(sorted(known))
-            raise ConfigurationError("there is no such check", setting="--only", value=name, allowed=allowed)
+    known = sorted({*CHECKS, *(check.part for check in CHECKS.values())})
+    if unknown := [name for name in names if name not in known]:
+        problem, allowed = "there is no such check", ", ".join(known)
+        raise ConfigurationError(problem, setting="--only", value=unknown[0], allowed=allowed)
     return [check for check in CHECKS.values() if not names or check.name in names or check.part in names]
 
 
@@ -126,18 +119,6 @@ def _machine(device: str) -> dict[str, Any]:
         "cuda": torch.version.cuda if on_gpu else None,
         "versions": installed_versions(),
     }
-
-
-def _earlier(path: Path, machine: dict[str, Any]) -> dict[str, Outcome]:
-    """Return the results of earlier calls, by check."""
-    if not path.exists():
-        return {}
-    content = json.loads(path.read_text())
-    found = {one["name"]: Outcome(**one) for one in content.pop("checks")}
-    if content != machine:
-        problem, remedy = "the folder has results of another machine or of other versions", "Name another folder."
-        raise ConfigurationError(problem, setting="--output", value=str(path.parent), remedy=remedy)
-    return found
 
 
 def _in_this_process(name: str, device: str, folder: Path) -> None:

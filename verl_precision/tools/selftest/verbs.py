@@ -16,9 +16,7 @@ def selftest(
         list[str] | None, Option(help="Name of a check, or A or B for a part. Repeat the option for several.")
     ] = None,
     device: Annotated[str | None, Option(help="cuda or cpu. Default: the GPU, if torch sees one.")] = None,
-    output: Annotated[
-        Path | None, Option(help="Folder of the results. Checks that passed there are not repeated.")
-    ] = None,
+    output: Annotated[Path | None, Option(help="Folder of the results.")] = None,
 ) -> None:
     """Test whether this machine is fit for FP16 RL: updates with overflows, weight syncs, short runs, planted faults.
 
@@ -34,7 +32,7 @@ def selftest(
     if device not in ("cuda", "cpu"):
         raise BadParameter(f"--device {device}: allowed: cuda, cpu")
     folder = output or Path("outputs") / "selftest" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    with after_ctrl_c(f"every process has ended. --output {folder} continues"):
+    with after_ctrl_c(f"every process has ended. Results until then: {folder}"):
         outcomes = run_selftest(folder, device, only or [], console)
     show_summary(outcomes, console)
     say(f"Results: {folder}")
