@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_precision.tools.patching.series import State, available, sha256
-from verl_precision.tools.patching.tree import Tree, change_tree, check_tree
+from verl_precision.tools.patching.series import State, Tree, available, change_tree, check_tree, sha256
 
 VERSIONS = sorted(available())
 HERE = Path(__file__).parent

@@ -3,16 +3,86 @@
 import json
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
-from small_series import CONFIG, CORE, LONG, NEW, PATCHED, TEST
 
 from verl_precision.base.errors import PatchError, VerlPrecisionError
 from verl_precision.base.files import shipped_folder
-from verl_precision.tools.patching.series import State, available, load_series
-from verl_precision.tools.patching.tree import Tree, change_tree, check_tree
+from verl_precision.tools.patching import series as patching
+from verl_precision.tools.patching.series import (
+    State,
+    Tree,
+    available,
+    change_tree,
+    check_tree,
+    load_series,
+    read_patches,
+    sha256,
+)
 
 APPLIED, PRISTINE = State.APPLIED, State.PRISTINE
+# The files of a small release, and what each holds with its series.
+CORE, CONFIG, NEW, TEST = "verl/core.py", "verl/config.yaml", "verl/extra/new.py", "tests/test_new.py"
+PATCHED = {
+    CORE: b"a = 10\r\nb = 20\n",
+    CONFIG: b"x: 1\n" * 4 + b"x: 2\n",
+    NEW: b"c = 3\n",
+    TEST: b"def test_c(): pass\n",
+}
+LONG = "and this title goes on and on until a mail has to fold it"
+
+
+def git(folder: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=n", "-c", "user.email=e@x.invalid", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `release/`, pristine, and `patches/verl-1.2.3/`."""
+    folder = tmp_path_factory.mktemp("made")
+    release, work, series = folder / "release", folder / "work", folder / "patches" / "verl-1.2.3"
+    for path, text in {
+        "verl/version/version": "1.2.3\n",
+        CORE: "a = 1\r\nb = 2\n",  # an ending that a careless tool would normalise
+        CONFIG: "x: 1\n" * 5,
+        "tests/test_old.py": "",
+    }.items():
+        (release / path).parent.mkdir(parents=True, exist_ok=True)
+        (release / path).write_bytes(text.encode())
+    (release / CORE).chmod(0o755)
+    shutil.copytree(release, work)
+    git(work, "init", "-q")
+    git(work, "config", "core.autocrlf", "false")
+    git(work, "add", "-A")
+    git(work, "commit", "-qm", "base")
+    (work / CORE).write_bytes(b"a = 10\r\nb = 2\n")
+    git(work, "commit", "-qam", f"[algo] fix: a is ten, {LONG}\n\nWhy: a title longer than a line is folded")
+    (work / NEW).parent.mkdir()
+    for path in (CORE, CONFIG, NEW, TEST):
+        (work / path).write_bytes(PATCHED[path])
+    git(work, "add", "-A")
+    git(work, "commit", "-qm", "[cfg] feat: x is two, c is new")
+    git(work, "format-patch", "-q", "--no-signature", "-n", "-o", str(series), "HEAD~2")
+    files = {path for patch in read_patches(series) for path in patch.files}
+    hashes = {path: {"pristine": sha256(release / path), "patched": sha256(work / path)} for path in sorted(files)}
+    (series / "hashes.json").write_text(json.dumps({"verl": "1.2.3", "files": hashes}))
+    return folder
+
+
+@pytest.fixture
+def release(made, tmp_path):
+    """A pristine tree, tests included."""
+    return shutil.copytree(made / "release", tmp_path / "release")
+
+
+@pytest.fixture
+def series(made, tmp_path, monkeypatch):
+    """The series, and the only one that the command knows."""
+    found = load_series(shutil.copytree(made / "patches" / "verl-1.2.3", tmp_path / "patches" / "verl-1.2.3"))
+    monkeypatch.setattr(patching, "available", lambda: {found.version: found})
+    return found
 
 
 def snapshot(root):

@@ -3,11 +3,13 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from jinja2 import Template
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
@@ -15,7 +17,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from verl_precision.base.dtypes import DTYPES, long, torch_dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import new_folder
+from verl_precision.base.state import checked, read_state
+from verl_precision.base.versions import installed_versions
 from verl_precision.integration.engine.weight_export import write_export_dtype
+from verl_precision.integration.trainer.run_identity import run_in
+from verl_precision.integration.trainer.run_monitor import STEP_METRICS
+from verl_precision.mismatch import metric_names as names
 from verl_precision.tools.checking.checkpoint import (
     INDEX,
     SLICE_ELEMENTS,
@@ -25,7 +32,6 @@ from verl_precision.tools.checking.checkpoint import (
     audit_tensor,
     worst_first,
 )
-from verl_precision.tools.export.card import CARD, model_card
 from verl_precision.tools.export.shards import SavedModel
 
 # Of one file, which is also what is in memory at a time, beside one tensor in FP32.
@@ -59,7 +65,7 @@ def export_checkpoint(checkpoint: Path, dtype: str, output: Path, on_progress: O
         tensors, skipped = _write(saved, kind, folder, lambda done: on_progress("writing", done, total))
         report = CheckpointReport(checkpoint, worst_first(tensors), skipped)
         step = saved.folder.parent if saved.folder.name == "actor" else saved.folder
-        (folder / CARD).write_text(model_card(step, dtype, report.verdict))
+        (folder / "README.md").write_text(model_card(step, dtype, report.verdict))
     return report
 
 
@@ -116,3 +122,30 @@ def _as_stored(skeleton: Any, name: str, tensor: Tensor) -> list[tuple[str, Tens
     if skeleton is None:
         return [(name, tensor)]
     return list(revert_weight_conversion(skeleton, {name: tensor}).items())
+
+
+def model_card(checkpoint: Path, dtype: str, verdict: str) -> str:
+    """Return the card of a `global_step_N` in a dtype; `verdict` says how its weights fit.
+
+    What the folder does not say (a run without this package's trainer) is left out; k3 is then "not recorded".
+    """
+    run = run_in(checkpoint.parent)
+    settings: dict[str, Any] = dict(run.settings) if run is not None else {}
+    numbers = partial(checked, dict[str, float])
+    metrics = read_state(checkpoint / STEP_METRICS, numbers, "Remove it: the card then says less.") or {}
+    k3, base = metrics.get(names.K3_KL), str(settings.get("actor_rollout_ref.model.path", ""))
+    text = Path(__file__).with_name("card.txt").read_text(encoding="utf-8")
+    return Template(text, keep_trailing_newline=True).render(
+        name=checkpoint.parent.name,
+        step=checkpoint.name.removeprefix("global_step_"),
+        base=base if base.count("/") == 1 and not Path(base).exists() else "",  # a name on the hub
+        trained_in=settings.get("actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"),
+        sampled_in=settings.get("actor_rollout_ref.rollout.dtype"),
+        loss=settings.get("actor_rollout_ref.actor.policy_loss.loss_mode"),
+        k3="not recorded" if k3 is None else f"{k3:.3g} nats per token",
+        reward=metrics.get("critic/score/mean"),
+        dtype=dtype,
+        dtype_name=long(dtype),
+        verdict=verdict,
+        versions=", ".join(f"{package} {version}" for package, version in installed_versions().items()),
+    )

@@ -1,1 +1,1 @@
-"""`verl-precision patch`: the series of `patches/` and their hashes (series), and the trees that they change (tree)."""
+"""`verl-precision patch`: the series of `patches/`, applied to a verl tree whole, and taken back byte for byte."""

@@ -1,18 +1,29 @@
-"""A series of mail patches for one verl release, with the hashes of each file before and after."""
+"""A series of mail patches for one verl release, with the hashes of each file before and after; and a tree it fits.
+
+`git apply` brings a tree from one state into the other, if it is exactly what the series was made for: a file's hash
+says in which state it is. Whatever is refused is a `PatchError`, and the tree is as it was.
+"""
 
 import email
 import email.policy
 import hashlib
 import json
+import os
 import re
+import shutil
+import subprocess
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
 from verl_precision.base.errors import PatchError
-from verl_precision.base.files import shipped_folder
+from verl_precision.base.files import open_regular, shipped_folder
 
 MANIFEST = "hashes.json"
+_VERSION = Path("verl", "version", "version")
+# Beside an installed package, tests/ is nobody's or anybody's: what a patch does there is left out.
+_TESTS = "tests/"
 _TARGET = re.compile(r"^\+\+\+ b/(.+)$", re.M)
 
 
@@ -83,3 +94,99 @@ def read_patches(folder: Path) -> tuple[Patch, ...]:
 def sha256(path: Path) -> str | None:
     """Return the hash of a file's bytes, or None if there is no such file."""
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+class Tree:
+    """A checkout, an unpacked release, or a folder of installed packages: whatever holds `verl/`."""
+
+    def __init__(self, path: Path) -> None:
+        self.root = path.resolve()
+        version = self.root / _VERSION
+        if not version.is_file():
+            allowed = "a folder that holds `verl/`, as a checkout does"
+            raise PatchError(f"unknown tree, {version} does not exist", setting="TREE", value=path, allowed=allowed)
+        with open_regular(version, most=200) as file:
+            found, series = file.read().decode().strip(), available()
+        if found not in series:
+            raise self.refused(f"verl {found} has no series here; nothing was touched", allowed=", ".join(series))
+        self.series = series[found]
+        self.installed = not {"site-packages", "dist-packages"}.isdisjoint(self.root.parts)
+        has_tests = (self.root / _TESTS).is_dir() and not self.installed
+        self.files = [path for path in self.series.files if has_tests or not path.startswith(_TESTS)]
+
+    def refused(self, problem: str, remedy: str = "", allowed: str = "") -> PatchError:
+        """Return the error that refuses it."""
+        return PatchError(problem, setting="TREE", value=str(self.root), allowed=allowed, remedy=remedy)
+
+    @property
+    def state(self) -> State:
+        """Its state. A tree with a file that is in another one is refused, with all such files named."""
+        found = {path: self._states_of(path) for path in self.files}
+        for state in State:
+            if all(state in states for states in found.values()):
+                return state
+        if foreign := [path for path, states in found.items() if not states]:
+            problem = f"dirty; neither verl {self.series.version} as released nor with the whole series: "
+            problem += f"{', '.join(foreign)}; nothing was touched"
+        else:
+            problem = "patched in part: " + ", ".join(path for path, states in found.items() if State.APPLIED in states)
+        remedy = f"Restore these files, or apply the patches one by one with git am from {self.series.folder}."
+        raise self.refused(problem, remedy)
+
+    def _states_of(self, path: str) -> list[State]:
+        target = self.root / path
+        if target.is_symlink() or (target.exists() and not target.is_file()):
+            return []
+        found = sha256(target)
+        return [state for state in State if self.series.files[path][state] == found]
+
+    def change(self, check: bool = False) -> None:
+        """Bring it into the other state, all files or none; with `check` only say whether that would work."""
+        before = self.state
+        (goal,) = {*State} - {before}
+        self._git_apply(goal, ["--check"] * check)
+        if wrong := [path for path in self.files if not check and goal not in self._states_of(path)]:
+            self._git_apply(before)
+            problem = f"{', '.join(wrong)}: not what is recorded in {self.series.folder}; the series was taken back"
+            raise self.refused(problem, "Reinstall verl-precision.")
+
+    def _git_apply(self, goal: State, options: Sequence[str] = ()) -> None:
+        """Apply all patches at once, or take them back: git writes when all of them fit."""
+        if shutil.which("git") is None:
+            raise PatchError("git: not found; patches are applied by `git apply`. Install git.")
+        patches = [str(patch.path) for patch in self.series.patches]
+        if goal is State.PRISTINE:
+            patches, options = patches[::-1], ["-R", *options]
+        # No repository, and no setting of a user or machine, may change what git does to the bytes.
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+        environment |= {"GIT_CEILING_DIRECTORIES": str(self.root.parent)}
+        environment |= dict.fromkeys(("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"), os.devnull)
+        command = ["git", "-c", "core.autocrlf=false", "apply", "--whitespace=nowarn", *options]
+        command += [*(f"--include={path}" for path in self.files), *patches]
+        done = subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True, errors="replace")
+        if done.returncode:
+            raise self.refused(f"the series does not apply; nothing was touched. git says: {done.stderr.strip()}")
+
+
+def check_tree(path: Path) -> str:
+    """Say in which state a tree is, and that the series would apply or revert; write nothing."""
+    tree = Tree(path)
+    tree.change(check=True)
+    verb = "reverts" if tree.state is State.APPLIED else "applies"
+    patches = f"the series of {len(tree.series.patches)} patches {verb} cleanly to {len(tree.files)} files"
+    return f"verl {tree.series.version} is {tree.state.value}: {patches}"
+
+
+def change_tree(path: Path, goal: State, installed: bool = False) -> str:
+    """Bring a tree into a state, and say so; `installed`: whether an installed package was asked for by name."""
+    tree = Tree(path)
+    if tree.installed and not installed:
+        remedy = "Unpack a copy and patch that, or name it: --installed."
+        raise tree.refused("an installed package; nothing was touched", remedy)
+    if installed and not tree.installed:
+        raise tree.refused("--installed, and it is not an installed package", "Leave --installed out.")
+    if tree.state is goal:
+        return f"verl {tree.series.version} is {goal.value} already: {tree.root}"
+    tree.change()
+    verb = "applied" if goal is State.APPLIED else "reverted"
+    return f"{verb} {len(tree.series.patches)} patches for verl {tree.series.version}: {tree.root}"

@@ -26,8 +26,7 @@ def patch(
     """
     if [list_, check_, apply_, revert].count(True) != 1 or list_ != (tree is None):
         raise BadParameter("give --list, or one of --check, --apply, --revert with TREE")
-    from verl_precision.tools.patching.series import State, list_series
-    from verl_precision.tools.patching.tree import change_tree, check_tree
+    from verl_precision.tools.patching.series import State, change_tree, check_tree, list_series
 
     if tree is None:
         say("\n".join(list_series()))

@@ -101,6 +101,12 @@ def _amount(text: str) -> tuple[sympy.Expr | str | None, frozenset[str]]:
     return value * count, unit
 
 
+def _values(form: Form) -> list[sympy.Expr]:
+    """Return the values of all parts of a form; none if one cannot be read."""
+    values = [value for part in form.parts if (value := value_of(part.text)) is not None]
+    return values if len(values) == len(form.parts) else []
+
+
 def _same_in_order(said: Sequence[Form], true: Sequence[Form]) -> bool:
     return len(said) == len(true) and all(map(_same, said, true))
 
@@ -151,8 +157,8 @@ def _same_equation(said: Form, true: Form) -> bool:
 
 def _same_zeros(said: Form, true: Form) -> bool:
     """Return whether two equations or relations of two sides are one up to a factor, which turns an inequality."""
-    sides = [[value_of(part.text) for part in form.parts] for form in (said, true)]
-    if any(len(pair) != 2 or None in pair for pair in sides):
+    sides = [_values(form) for form in (said, true)]
+    if [len(values) for values in sides] != [2, 2]:
         return False
     one, other = (left - right for left, right in sides)
     factor = sympy.cancel(one / other) if other != 0 else sympy.nan
@@ -199,8 +205,8 @@ def _set_of(form: Form, known: list[sympy.Expr]) -> tuple[sympy.Set, set[str]]:
     if form.kind == "set":
         return sympy.FiniteSet(*map(point, form.parts)), set()
     if form.kind == "relation":
-        sides = [value_of(part.text) for part in form.parts]
-        (name,) = set[sympy.Basic]().union(*(side.free_symbols for side in sides if side is not None))
+        sides = _values(form)
+        (name,) = set[sympy.Basic]().union(*(side.free_symbols for side in sides))
         relations = [_RELATIONS[sign](*pair) for sign, *pair in zip(form.signs, sides, sides[1:], strict=False)]
         return sympy.Intersection(*(relation.as_set() for relation in relations)), {str(name)}
     if form.kind not in ("setminus", "cup", "cap", "list"):
