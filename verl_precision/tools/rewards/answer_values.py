@@ -93,5 +93,12 @@ def same_value(one: sympy.Expr, other: sympy.Expr) -> bool:
     """Return whether two expressions have one value, for every value of their variables."""
     if one == other:
         return True
+    if one.is_infinite or other.is_infinite:
+        return False
+    difference = one - other
+    at = {name: sympy.Rational(3 * place + 5, 7) for place, name in enumerate(sorted(difference.free_symbols, key=str))}
+    rest = difference.xreplace(at).evalf()
+    if any(part.is_comparable and part != 0 for part in rest.as_real_imag()):  # at one point: sooner than `equals`
+        return False
     sympy.core.random.seed(0)  # of the points at which `equals` looks, so that a verdict stays the same
-    return not (one.is_infinite or other.is_infinite) and (one - other).equals(0) is True
+    return difference.equals(0) is True
