@@ -184,7 +184,7 @@ def test_git_missing_and_a_result_that_was_not_recorded_are_said(release, series
         with pytest.raises(PatchError, match=r"git: not found.*Install git\."):
             change_tree(release, APPLIED)
     series.files[NEW][APPLIED], before = "0" * 64, snapshot(release)
-    with pytest.raises(PatchError, match=f"{NEW}: not what is recorded in .*; the series was taken back"):
+    with pytest.raises(PatchError, match=f"{NEW}: not what is recorded in .*; nothing was touched"):
         change_tree(release, APPLIED)
     assert snapshot(release) == before
 

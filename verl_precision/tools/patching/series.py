@@ -1,7 +1,7 @@
 """A series of mail patches for one verl release, with the hashes of each file before and after; and a tree it fits.
 
-`git apply` brings a tree from one state into the other, if it is exactly what the series was made for: a file's hash
-says in which state it is. Whatever is refused is a `PatchError`, and the tree is as it was.
+A tree is brought from one state into the other if it is exactly what the series was made for: a file's hash says in
+which state it is. Whatever is refused is a `PatchError`, and the tree is as it was.
 """
 
 import email
@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+import tempfile
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
@@ -104,7 +104,7 @@ class Tree:
         version = self.root / _VERSION
         if not version.is_file():
             allowed = "a folder that holds `verl/`, as a checkout does"
-            raise PatchError(f"unknown tree, {version} does not exist", setting="TREE", value=path, allowed=allowed)
+            raise self.refused(f"unknown tree, {version} does not exist", allowed=allowed)
         with open_regular(version, most=200) as file:
             found, series = file.read().decode().strip(), available()
         if found not in series:
@@ -141,31 +141,47 @@ class Tree:
         return [state for state in State if self.series.files[path][state] == found]
 
     def change(self, check: bool = False) -> None:
-        """Bring it into the other state, all files or none; with `check` only say whether that would work."""
-        before = self.state
-        (goal,) = {*State} - {before}
-        self._git_apply(goal, ["--check"] * check)
-        if wrong := [path for path in self.files if not check and goal not in self._states_of(path)]:
-            self._git_apply(before)
-            problem = f"{', '.join(wrong)}: not what is recorded in {self.series.folder}; the series was taken back"
-            raise self.refused(problem, "Reinstall verl-precision.")
+        """Bring it into the other state; with `check` only say whether that would work.
 
-    def _git_apply(self, goal: State, options: Sequence[str] = ()) -> None:
-        """Apply all patches at once, or take them back: git writes when all of them fit."""
+        `git apply` makes the files on copies; they are compared with what is recorded, and renamed into place.
+        """
+        (goal,) = {*State} - {self.state}
+        prefix = ".verl-precision-patch-"
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=None if check else self.root) as name:
+            copies = Path(name).resolve()
+            for path in self.files:
+                (copies / path).parent.mkdir(parents=True, exist_ok=True)
+                if (self.root / path).exists():
+                    shutil.copy(self.root / path, copies / path)
+            for patch in self.series.patches if goal is State.APPLIED else reversed(self.series.patches):
+                if not {*self.files}.isdisjoint(patch.files):
+                    self._git_apply(copies, patch.path, ["-R"] * (goal is State.PRISTINE))
+            hashes = {path: self.series.files[path][goal] for path in self.files}
+            if wrong := [path for path in self.files if sha256(copies / path) != hashes[path]]:
+                problem = f"{', '.join(wrong)}: not what is recorded in {self.series.folder}; nothing was touched"
+                raise self.refused(problem, "Reinstall verl-precision.")
+            for path in self.files if not check else ():
+                if hashes[path] is None:
+                    (self.root / path).unlink()
+                    if not any((self.root / path).parent.iterdir()):
+                        (self.root / path).parent.rmdir()
+                else:
+                    (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+                    os.replace(copies / path, self.root / path)
+
+    def _git_apply(self, folder: Path, patch: Path, options: list[str]) -> None:
         if shutil.which("git") is None:
             raise PatchError("git: not found; patches are applied by `git apply`. Install git.")
-        patches = [str(patch.path) for patch in self.series.patches]
-        if goal is State.PRISTINE:
-            patches, options = patches[::-1], ["-R", *options]
         # No repository, and no setting of a user or machine, may change what git does to the bytes.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-        environment |= {"GIT_CEILING_DIRECTORIES": str(self.root.parent)}
+        environment |= {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
         environment |= dict.fromkeys(("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"), os.devnull)
-        command = ["git", "-c", "core.autocrlf=false", "apply", "--whitespace=nowarn", *options]
-        command += [*(f"--include={path}" for path in self.files), *patches]
-        done = subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True, errors="replace")
+        command = ["git", "apply", "--whitespace=nowarn", *options]
+        command += [*(f"--include={path}" for path in self.files), str(patch)]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace")
         if done.returncode:
-            raise self.refused(f"the series does not apply; nothing was touched. git says: {done.stderr.strip()}")
+            problem = f"{patch.name} does not apply; nothing was touched. git says: {done.stderr.strip()}"
+            raise self.refused(problem)
 
 
 def check_tree(path: Path) -> str:
