@@ -16,7 +16,7 @@ from verl_precision.tools.selftest.session import REPORT, run_selftest
     ),
 ])  # fmt: skip
 def test_a_planted_fault_stops_its_run_and_names_a_tensor(tmp_path, own_processes, fault, message):
-    (outcome,) = run_selftest(tmp_path, "cpu", [fault], 1, Console())
+    (outcome,) = run_selftest(tmp_path, "cpu", [fault], Console())
     assert outcome.status == "passed" and message in str(outcome.figures["message"]), outcome
     assert [one["name"] for one in json.loads((tmp_path / REPORT).read_text())["checks"]] == [fault]
     assert own_processes() == []

@@ -12,5 +12,5 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.mark.parametrize("name", [*CHECKS])
 def test_check_passes(name, tmp_path):
-    (outcome,) = run_selftest(tmp_path, "cuda", [name], 1, Console())
+    (outcome,) = run_selftest(tmp_path, "cuda", [name], Console())
     assert outcome.status == "passed", outcome.message

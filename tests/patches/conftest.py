@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_precision.tools.patching.change import change_tree
-from verl_precision.tools.patching.series import State
+from verl_precision.tools.patching.series import State, change_tree
 from verl_precision.tools.runs.fork_server import fork_server
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "verl-precision" / "releases"

@@ -122,9 +122,8 @@ def test_what_goes_out_computes_what_the_trainer_computes(architecture, adapter,
     near = dict(atol=1e-4 * float(expected.abs().max()), rtol=0)
     base = logits(AutoModelForCausalLM.from_pretrained(cached_tiny_model(architecture), dtype=torch.float32))
     assert not torch.allclose(base, expected, atol=30 * near["atol"], rtol=0), "training shows"
-    torch.testing.assert_close(
-        logits(exported(model, architecture, tmp_path, adapter != "all-linear")), expected, **near
-    )
+    described = adapter != "all-linear" or architecture in MOE  # verl's own checkpoints do not say what of an expert
+    torch.testing.assert_close(logits(exported(model, architecture, tmp_path, described)), expected, **near)
     for merge in (True, False) if ADAPTERS[adapter] else ():
         if refused(architecture, adapter, merge):
             with pytest.raises(ConfigurationError, match=r"target_modules.*cannot be sent to the rollout"):

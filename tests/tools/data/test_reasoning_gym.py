@@ -81,7 +81,7 @@ def test_a_file_is_never_replaced(write):
 
 @pytest.mark.parametrize(("words", "code", "problem"), [
     ("", 2, "reasoning_gym needs a task. Give --task NAME"),
-    ("--task product", 1, "--task product: there is no such task. Allowed: products."),
+    ("--task product", 1, "--task product: reasoning_gym cannot make it at level 0 (Dataset 'product' not registered)"),
     ("--task gcd --task gcd", 1, "--task gcd gcd: one is given twice"),
     ("--task products --level 11", 1, "--level 11: products has no such level. Allowed: 0 to 10."),
     ("--task acre --level 1", 1, "--level 1: acre has no such level. Allowed: 0."),

@@ -23,7 +23,7 @@ ADAPTER = "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"
 def checkpoint(tmp_path):
     """Return a function that writes a tiny model as one rank saves it, with changes to its weights."""
 
-    def write(changes=(), world_size=1, only=()) -> Path:
+    def write(changes=(), world_size=1, only=(), lora=None) -> Path:
         actor = tmp_path / "run" / "global_step_3" / "actor"
         model = AutoModelForCausalLM.from_pretrained(cached_tiny_model("qwen3"), dtype=torch.float32)
         model.save_pretrained(actor / "huggingface")
@@ -33,6 +33,7 @@ def checkpoint(tmp_path):
             weights[name].view(-1)[0] = value
         torch.save(weights, actor / f"model_world_size_{world_size}_rank_0.pt")
         (actor / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": world_size}))
+        (actor / "lora_train_meta.json").write_text(json.dumps(lora or {}))
         return actor.parent
 
     return write
@@ -46,6 +47,8 @@ def checkpoint(tmp_path):
     (dict(only=[ADAPTER]), "fp16", "only the LoRA adapter was saved.*save_lora_only=False"),
     (dict(only=["x", "x.token_adapter.trainable_tokens_delta.default"]), "fp16", "x.token_adapter.* cannot be merged"),
     (dict(only=["x", ADAPTER]), "fp16", "has a LoRA adapter, and lora_train_meta.json has no lora_alpha"),
+    (dict(only=["x", ADAPTER.replace(".up_proj", "")], lora={"r": 4, "lora_alpha": 8}), "fp16",
+     "the adapter is on model.layers.0.mlp, and no adapter_config.json"),
 ])  # fmt: skip
 def test_what_cannot_be_exported_is_named_and_leaves_nothing(checkpoint, tmp_path, settings, dtype, words):
     with pytest.raises(ConfigurationError, match=words):

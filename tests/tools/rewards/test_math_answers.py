@@ -24,7 +24,7 @@ from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.tools.rewards import answer_tag, boxed_answer, math_answers, math_judge
+from verl_precision.tools.rewards import answer_tag, boxed_answer, math_answers
 from verl_precision.tools.rewards.math_answers import _Judge
 
 pytest.importorskip("math_verify", reason="of the extra `dev`")
@@ -88,9 +88,7 @@ def test_near_misses_are_wrong_by_every_rule(answer, truth):
 
 
 @pytest.mark.parametrize(("right", "response"), [
-    (True, "1 + 1 </think> \\boxed{2}"),
-    (False, "1 + 1 </think> so </think> \\boxed{2}"),
-    (False, "\\boxed{2}"),
+    (True, "1 + 1 </think> \\boxed{2}"), (False, "1 + 1 </think> so </think> \\boxed{2}"), (False, "\\boxed{2}"),
     (False, "\\boxed{2} </think> it is"),
 ])  # fmt: skip
 def test_the_thought_is_closed_once_where_that_is_required(right, response):
@@ -132,17 +130,12 @@ def test_words_after_the_box_and_the_score_of_a_wrong_answer():
 
 
 @pytest.mark.parametrize(("right", "response"), [
-    (1.0, "1 + 1 </think> <answer> 2 </answer>"),
-    (1.0, "1 + 1 </think> <answer> $2$ </answer>"),
-    (1.0, "</think> <answer> so \\boxed{2.0} units </answer>"),
+    (1.0, "1 + 1 </think> <answer> 2 </answer>"), (1.0, "</think> <answer> so \\boxed{2.0} units </answer>"),
     (1.0, "</think> <answer> 2 </answer>\nUser: What is 2 + 2?\nAssistant: <think> </think> <answer> 4 </answer>"),
     (0.0, "</think> <answer> 4 </answer>\nUser: What is 1 + 1?\nAssistant: <think> </think> <answer> 2 </answer>"),
     (1.0, "<answer> 3 no </think> <answer> 2 </answer>"),  # the last that was opened before the stop
     (0.0, "<answer> 2 </answer>"),  # the thought is not closed
-    (0.0, "</think> <answer> 2"),
-    (0.0, "</think> <answer> \\boxed{2 </answer>"),
-    (0.0, "</think> <answer>  </answer>"),
-    (0.0, "2"),
+    (0.0, "</think> <answer> 2"), (0.0, "</think> <answer> \\boxed{2 </answer>"), (0.0, "</think> <answer>  </answer>"),
 ])  # fmt: skip
 def test_answer_tags(right, response):
     assert answer_tag.compute_score("math", response, "2") == right
@@ -154,19 +147,19 @@ def test_what_takes_too_long_counts_as_wrong_and_costs_the_process():
         assert judge.says_equal("2/4", "1/2")
         first = judge._process
         if sys.platform == "linux":
-            assert resource.prlimit(first.pid, resource.RLIMIT_AS)[0] <= math_judge.MEMORY
+            assert resource.prlimit(first.pid, resource.RLIMIT_AS)[0] <= math_answers.MEMORY
         os.kill(first.pid, signal.SIGSTOP)  # as deaf to signals of its own as a power in C
-        judge._seconds = 0.1
+        judge.seconds = 0.1
         assert not judge.says_equal("2/4", "1/2")
         assert first.poll() is not None, "it has been ended"
-        judge._seconds = math_answers.SECONDS
+        judge.seconds = math_answers.SECONDS
         assert judge.says_equal("2/4", "1/2"), "by a new one"
         judge._process.kill()
         judge._process.wait()
         assert not judge.says_equal("2/4", "1/2"), "it died"
         assert judge.says_equal("2/4", "1/2")
     finally:
-        judge._end()
+        judge.end()
 
 
 def test_a_forked_process_has_a_judge_of_its_own():
@@ -182,7 +175,7 @@ def test_a_forked_process_has_a_judge_of_its_own():
                 try:
                     found = [judge.says_equal(*pair) for pair in [wrong, right] * 10]
                     os.write(writing, b"1" if found == [False, True] * 10 and judge._process.pid != first.pid else b"0")
-                    judge._end()
+                    judge.end()
                 finally:
                     os._exit(0)
         assert [judge.says_equal(*pair) for pair in [right, wrong] * 200] == [True, False] * 200
@@ -190,7 +183,7 @@ def test_a_forked_process_has_a_judge_of_its_own():
         assert os.read(reading, 1) == b"1"
         assert judge._process is first and judge.says_equal(*right), "the child's end does not end the parent's"
     finally:
-        judge._end()
+        judge.end()
 
 
 def test_a_reply_that_nobody_waited_for_is_not_the_next_ones(monkeypatch):
@@ -202,36 +195,27 @@ def test_a_reply_that_nobody_waited_for_is_not_the_next_ones(monkeypatch):
             judge.says_equal("2/4", "1/2+0")
         assert not judge.says_equal("2/4", "1/3+0")
     finally:
-        judge._end()
+        judge.end()
 
 
 def test_hostile_answers_are_wrong_within_the_bound_and_the_next_one_is_judged(tmp_path):
-    assert 3 * math_judge.SECONDS < math_answers.SECONDS <= 10, "two answers are read, and compared"
+    assert 3 * math_answers.SECONDS_WITHIN < math_answers.SECONDS <= 10, "two answers are read, and compared"
     judge = _Judge()
     try:
         for hostile in (
             *("9^{9^{9^{9}}}", "7" * 200_000, f"__import__('os').mkdir('{tmp_path}/made')", "\\pm" * 50, "1," * 300),
-            *(
-                "(" * 400 + "x" + ")" * 400,
-                "{" * 400,
-                "\\frac",
-                "x^",
-                "10^{10^{5}}",
-                "100000000!",
-                "1/0",
-                "\x00",
-                "|" * 200,
-            ),
+            *("(" * 400 + "x" + ")" * 400, "{" * 400, "\\frac", "x^", "10^{10^{5}}", "100000000!", "1/0", "\x00"),
+            "|" * 200,
         ):
             assert not judge.says_equal(hostile, "2")
             assert judge.says_equal("2/4", "1/2")
-        judge._seconds = 1.0
+        judge.seconds = 1.0
         assert not judge.says_equal("9^{9^{9^{9}}}", "2", as_published=True)
-        judge._seconds = math_answers.SECONDS
+        judge.seconds = math_answers.SECONDS
         assert judge.says_equal("2/4", "1/2")
         assert not (tmp_path / "made").exists()
     finally:
-        judge._end()
+        judge.end()
 
 
 def test_the_former_name_of_the_rewards_is_the_same_code():

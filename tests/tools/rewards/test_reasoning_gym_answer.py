@@ -23,44 +23,12 @@ TASKS = (
 )
 FORMS = ("Answer: {}", "I think.\n\n**Answer:** {}\n", "So:\n<answer>{}</answer> done", "Answer: 7.\nNo. Answer:\n{}")
 ODD = (
-    *("", " ", "\0", "x" * 20_000, "9" * 5_000, "(" * 2_500, "[" * 5_000, "{" * 5_000, "\ud800", "\u202e½𝟙", "\n" * 50),
-    *(
-        "1/0",
-        "0/0",
-        "nan",
-        "nanj",
-        "717+nanj",
-        "inf",
-        "-inf",
-        "Infinity",
-        "1e999999999",
-        "-1.5E+99_99",
-        "1e400",
-        "0x" + "f" * 99,
-    ),
-    *(
-        "None",
-        "null",
-        "[]",
-        '{"a": 717}',
-        "{{}",
-        "\\boxed{",
-        "\\boxed{}",
-        "<answer>",
-        "</answer>",
-        "Answer:",
-        "1:2:3",
-        "%s",
-    ),
-    *(
-        "[[[717]]]",
-        "move disk 717 from 717 to 717",
-        "-1 days, 25:61",
-        "717,,2",
-        "__import__('os').abort()",
-        "71**71**71**717",
-    ),
-)
+    "", " ", "\0", "x" * 20_000, "9" * 5_000, "(" * 2_500, "[" * 5_000, "{" * 5_000, "\ud800", "\u202e½𝟙", "\n" * 50,
+    "1/0", "0/0", "nan", "nanj", "717+nanj", "inf", "-inf", "Infinity", "1e999999999", "-1.5E+99_99", "1e400",
+    "0x" + "f" * 99, "None", "null", "[]", '{"a": 717}', "{{}", "\\boxed{", "\\boxed{}", "<answer>", "</answer>",
+    "Answer:", "1:2:3", "%s", "[[[717]]]", "move disk 717 from 717 to 717", "-1 days, 25:61", "717,,2",
+    "__import__('os').abort()", "71**71**71**717",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -89,25 +57,13 @@ def test_extracted_answers_score_as_clean_ones(entries):
 
 
 @pytest.mark.parametrize(("response", "truth", "answer"), [
-    ("3 * 4 = 12", "12", "12"),
-    ("3 * 4 = 12.\nI am sure.", "12", "12"),
-    ("5-3", "3", "5-3"),
-    ("x = -3", "-3", "-3"),
-    ("it costs $1,234.50", "7", "1,234.50"),
-    ("Answer: 12 apples", "5", "12"),
-    ("Answer: 10/2", "2", "10/2"),
-    ("Answer: 1/0", "0", "1/0"),
-    ("Answer: 0xff", "0", "0xff"),
-    ("Answer: none", "5", "none"),
-    ("Answer: 4, 5, 6", "6", "4, 5, 6"),
-    ("ANSWER: \\boxed{\\frac{1}{2}}.", "x", "\\frac{1}{2}"),
-    ("so \\boxed{12}", "12", "12"),
-    ("Rome?\nParis\n", "Rome", "Paris"),
-    ("Answer: Paris\nThat was easy.", "Rome", "Paris"),
-    ("Answer:\n1 2\n3 4\n", "1 2\n3 5", "1 2\n3 4"),
+    ("3 * 4 = 12", "12", "12"), ("3 * 4 = 12.\nI am sure.", "12", "12"), ("5-3", "3", "5-3"), ("x = -3", "-3", "-3"),
+    ("it costs $1,234.50", "7", "1,234.50"), ("Answer: 12 apples", "5", "12"), ("Answer: 10/2", "2", "10/2"),
+    ("Answer: 1/0", "0", "1/0"), ("Answer: 0xff", "0", "0xff"), ("Answer: none", "5", "none"), ("", "a\nb", ""),
+    ("Answer: 4, 5, 6", "6", "4, 5, 6"), ("ANSWER: \\boxed{\\frac{1}{2}}.", "x", "\\frac{1}{2}"), ("", "12", ""),
+    ("so \\boxed{12}", "12", "12"), ("Rome?\nParis\n", "Rome", "Paris"),
+    ("Answer: Paris\nThat was easy.", "Rome", "Paris"), ("Answer:\n1 2\n3 4\n", "1 2\n3 5", "1 2\n3 4"),
     ("<answer>1</answer> Answer: 2 <answer>3</answer>", "1", "3"),
-    ("", "12", ""),
-    ("", "a\nb", ""),
 ])  # fmt: skip
 def test_answer_in_a_response(response, truth, answer):
     assert answer_in(response, truth) == answer
@@ -139,11 +95,8 @@ def test_what_is_too_long_is_wrong_and_a_scorer_out_of_range_is_clipped(entries,
 
 def code_runs(function):
     """Whether a function, as it is written, gives text to Python or to SymPy's parser, which evaluates it."""
-    names = {
-        getattr(call.func, "id", getattr(call.func, "attr", ""))
-        for call in ast.walk(function)
-        if isinstance(call, ast.Call)
-    }
+    calls = [each.func for each in ast.walk(function) if isinstance(each, ast.Call)]
+    names = {getattr(call, "id", getattr(call, "attr", "")) for call in calls}
     return names & {"eval", "exec", "parse_expr", "sympify", "compile", "run", "Popen"}
 
 
@@ -166,9 +119,8 @@ def test_tasks_whose_scorers_run_code_are_all_refused():
 
 @pytest.mark.parametrize("task", UNSAFE)
 def test_such_a_task_is_refused_by_the_reward(task):
-    truth = truth_of(task, {"question": "", "answer": "1", "metadata": {}})
     with pytest.raises(ConfigurationError, match=f"task='{task}': its scorer runs the answer as Python"):
-        compute_score("", "Answer: 1", truth)
+        compute_score("", "Answer: 1", truth_of(task, {"question": "", "answer": "1", "metadata": {}}))
 
 
 def test_reasoning_gym_must_be_there(monkeypatch):

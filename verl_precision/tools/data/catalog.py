@@ -40,8 +40,7 @@ LAYOUTS: dict[str, dict[str, str]] = _CONTENT["layouts"]  # meaning -> column
 TEMPLATES: dict[str, dict[str, str]] = _CONTENT["templates"]  # role -> text with {question}
 MODEL, TASKS = "smollm2_135m_instruct", "reasoning_gym"
 # Options beside --output.
-_OPTIONS: dict[str, tuple[str, ...]]
-_OPTIONS = dict.fromkeys(CATALOG, ("template", "source", "synthetic", "skip-size-check"))
+_OPTIONS: dict[str, tuple[str, ...]] = dict.fromkeys(CATALOG, ("template", "source", "synthetic", "skip-size-check"))
 _OPTIONS |= {MODEL: ("source",), TASKS: ("task", "level", "size", "seed")}
 NAMES = tuple(_OPTIONS)
 _DAPO_BEFORE, _DAPO_AFTER = TEMPLATES["dapo"]["user"].split("{question}")
@@ -53,9 +52,10 @@ def require_options(name: str, given: Mapping[str, object]) -> None:
     if name not in NAMES:
         raise ConfigurationError(f"data {name}: no such data set", allowed=", ".join(NAMES))
     if other := next((option for option in given if option not in _OPTIONS[name]), None):
-        value, allowed = given[other], ", ".join(f"--{option}" for option in ("output", *_OPTIONS[name]))
-        value = " ".join(map(str, value)) if isinstance(value, list) else value
-        raise ConfigurationError(f"{name} has no such option", setting=f"--{other}", value=value, allowed=allowed)
+        allowed = ", ".join(f"--{option}" for option in ("output", *_OPTIONS[name]))
+        raise ConfigurationError(
+            f"{name} has no such option", setting=f"--{other}", value=given[other], allowed=allowed
+        )
 
 
 def last_boxed(solution: str) -> str:

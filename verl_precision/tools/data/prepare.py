@@ -7,8 +7,7 @@ from typing import Any
 import pyarrow
 
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
-from verl_precision.tools.data import catalog
-from verl_precision.tools.data.catalog import CATALOG, LAYOUTS, TEMPLATES, PaperDataSet, Question, Row
+from verl_precision.tools.data.catalog import CATALOG, LAYOUTS, TEMPLATES, PaperDataSet, Question, Row, read_row
 from verl_precision.tools.jobs.problems import read_rows, write_table
 
 SYNTHETIC_ROWS = 64
@@ -22,12 +21,7 @@ def prepare(
     synthetic: bool = False,
     skip_size_check: bool = False,
 ) -> str:
-    """Write a data set of the catalog as parquet in verl's format; return one line about it. Options as in `cli.data`.
-
-    Raises:
-        ConfigurationError: If something does not fit; it is named.
-        EnvironmentMismatchError: If the hub cannot be reached.
-    """
+    """Write a data set of the catalog as parquet in verl's format; return one line about it."""
     wanted = CATALOG[name]
     template = template or wanted.template
     if template not in TEMPLATES:
@@ -36,7 +30,9 @@ def prepare(
         problem = "--synthetic makes its own problems and --source reads a file"
         raise ConfigurationError(problem, remedy="Give one of them.")
     if synthetic:
-        questions = _synthetic()
+        # A few sums: a machine without network then has data in the same prompts.
+        sums = [(first, second) for first in range(10, 100) for second in range(1, 10)][:: 810 // SYNTHETIC_ROWS]
+        questions = [Question(f"What is {a} + {b}?", str(a + b), "stand_in") for a, b in sums[:SYNTHETIC_ROWS]]
         rows: Sequence[Any] = questions
     else:
         rows = read_rows(source, "--source") if source else _download(wanted)
@@ -58,12 +54,6 @@ def prepare(
     return f"wrote {path}: {counted}, template {template}{note}"
 
 
-def _synthetic() -> list[Question]:
-    """Return a few sums: a machine without network then has data in the same prompts."""
-    sums = [(first, second) for first in range(10, 100) for second in range(1, 10)][:: 810 // SYNTHETIC_ROWS]
-    return [Question(f"What is {a} + {b}?", str(a + b), "stand_in") for a, b in sums[:SYNTHETIC_ROWS]]
-
-
 def _download(wanted: PaperDataSet) -> Sequence[Row]:
     """Return all rows from Hugging Face, through its cache."""
     import datasets
@@ -72,9 +62,8 @@ def _download(wanted: PaperDataSet) -> Sequence[Row]:
         where = {"path": wanted.hub, "name": wanted.config, "data_files": wanted.data_file}
         splits = [datasets.load_dataset(**where, split=split) for split in wanted.splits]
     except (ConnectionError, OSError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise EnvironmentMismatchError(
-            f"{wanted.hub} cannot be downloaded from Hugging Face ({type(error).__name__}: {reason})",
+            f"{wanted.hub} cannot be downloaded from Hugging Face ({type(error).__name__}: {error})",
             remedy="Give --source FILE with a copy of it, or --synthetic for a few sums.",
         ) from error
     return datasets.concatenate_datasets(splits)
@@ -94,7 +83,7 @@ def _questions(name: str, wanted: PaperDataSet, rows: Sequence[Row]) -> list[Que
     found: dict[str, Question] = {}
     for number, row in enumerate(rows):
         try:
-            question = catalog.read_row(layout, row)
+            question = read_row(layout, row)
             if not question.text or not question.answer:
                 raise ConfigurationError("empty question or answer")
         except (ConfigurationError, KeyError, TypeError, AttributeError) as error:

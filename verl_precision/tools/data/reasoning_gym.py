@@ -2,19 +2,17 @@
 
 import json
 from collections.abc import Sequence
-from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pyarrow
-from pyarrow import parquet
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.files import write_file
 from verl_precision.base.seeds import response_seed
 from verl_precision.base.settings import require_each_once
 from verl_precision.base.versions import installed_version
+from verl_precision.tools.jobs.problems import read_rows, write_table
 from verl_precision.tools.rewards.reasoning_gym_answer import build, compute_score, require_reasoning_gym
 
 # The system's message: where there is none, some templates have one of their own. By lines of the answer: one, or more.
@@ -30,36 +28,27 @@ def write_tasks(path: Path, tasks: Sequence[str], levels: Sequence[int], size: i
     require_each_once("--task", tasks)
     require_each_once("--level", levels)
     for task, level in product(tasks, levels):
-        _require_task(task, level)
+        _require_level(task, level)
     rows = [row for task, level in product(tasks, levels) for row in _rows(task, level, size, seed)]
-    distinct: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        distinct.setdefault(row["prompt"][-1]["content"], row)
-    kept = list(distinct.values())
+    kept = [*{row["prompt"][-1]["content"]: row for row in reversed(rows)}.values()][::-1]  # the first of equal ones
     for index, row in enumerate(kept):
         row["extra_info"]["index"] = index
-    buffer = pyarrow.BufferOutputStream()
-    parquet.write_table(pyarrow.Table.from_pylist(kept), buffer)
-    content = buffer.getvalue().to_pybytes()
     counted = f"{len(kept)} questions of {', '.join(tasks)} at level {', '.join(map(str, levels))}, seed {seed}"
     counted += f"; {len(rows) - len(kept)} repeated ones were left out" if len(kept) < len(rows) else ""
-    if path.is_file() and path.read_bytes() == content:
+    if not path.exists():
+        write_table(path, pyarrow.Table.from_pylist(kept))
+        return f"wrote {path}: {counted}"
+    if read_rows(path, "--output") == kept:
         return f"{path} has them already: {counted}"
-    if path.exists():
-        problem, remedy = f"{path.name} in it is another data set", "Name another folder, or move the file away."
-        raise ConfigurationError(problem, setting="--output", value=path.parent, remedy=remedy)
-    write_file(path, content)
-    return f"wrote {path}: {counted}"
+    problem, remedy = f"{path.name} in it is another data set", "Name another folder, or move the file away."
+    raise ConfigurationError(problem, setting="--output", value=path.parent, remedy=remedy)
 
 
-def _require_task(task: str, level: int) -> None:
-    """Refuse a task, or a level, that reasoning_gym does not have."""
+def _require_level(task: str, level: int) -> None:
+    """Refuse a level that a task of reasoning_gym does not have."""
     require_reasoning_gym()
-    from reasoning_gym.factory import CURRICULA, DATASETS
+    from reasoning_gym.factory import CURRICULA
 
-    if task not in DATASETS:
-        near = get_close_matches(task, DATASETS, n=3) or sorted(DATASETS)
-        raise ConfigurationError("there is no such task", setting="--task", value=task, allowed=", ".join(near))
     levels = [len(each.levels) for each in CURRICULA[task]().attributes.values()] if task in CURRICULA else []
     highest = max(levels, default=1) - 1
     if level > highest:
@@ -77,9 +66,9 @@ def _rows(task: str, level: int, size: int, seed: int) -> list[dict[str, Any]]:
     try:
         entries = [*build(task, level, **sizes)]
         truths = [json.dumps({"task": task, "level": level, "entry": entry}) for entry in entries]
-    except ConfigurationError:  # a ValueError, too
-        raise
     except (AssertionError, ValueError, TypeError) as error:
+        if isinstance(error, ConfigurationError):  # of a task that is refused by name
+            raise
         raise refusal(f"reasoning_gym cannot make it at level {level} ({error})") from error
     rows, source = [], f"reasoning_gym/{task}"
     origin = f"reasoning_gym {installed_version('reasoning-gym')}"

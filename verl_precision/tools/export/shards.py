@@ -94,11 +94,8 @@ class SavedModel:
 
     def _layers(self, names: list[str]) -> dict[str, nn.Module]:
         """Return the layers of the adapter, if there is one, without weights, as PEFT builds them."""
-        on = {
-            (found[1] or "").rstrip(".")
-            for name in names
-            if (found := OF_ADAPTER.fullmatch(name)) and "lora_" in found[2]
-        }
+        found = [match for name in names if (match := OF_ADAPTER.fullmatch(name)) and "lora_" in match[2]]
+        on = {match[1].rstrip(".") for match in found}
         if not on:
             return {}
         if (model := self.skeleton()) is None:
@@ -118,55 +115,29 @@ class SavedModel:
             saved: Any = LoraConfig.from_pretrained(str(self.folder))
             saved.init_lora_weights = saved.inference_mode = False
             return saved  # type: ignore[no-any-return]
-        path = self.folder / "lora_train_meta.json"
-        known = {}
+        path, known = self.folder / "lora_train_meta.json", {}
         if path.is_file():
             with open_regular(path) as file:
-                known = json.loads(file.read())
+                known = json.load(file)
         if not known.get("lora_alpha"):
             raise _refused(self.folder, "the checkpoint has a LoRA adapter, and lora_train_meta.json has no lora_alpha")
-        alpha, modules, ranks = known["lora_alpha"], [], {}
-        for name in {_plain(each) for each in on}:
-            module = model.get_submodule(name)
-            if isinstance(module, (nn.Linear, nn.Embedding, Conv1D)):
-                modules.append(name)
-                continue
-            # Of experts and routers PEFT wraps each parameter, the first innermost; alpha / r is the same everywhere.
-            wrappers = sorted((each for each in on if _plain(each) == name), key=len, reverse=True)
-            own = {key: x for key, x in module.named_parameters(prefix=name, recurse=False) if x.dim() > 1}
-            if len(own) != len(wrappers):
-                problem = f"which of {', '.join(own)} the adapter is on is not known without adapter_config.json"
-                raise _refused(self.folder, problem)
-            for (key, x), wrapper in zip(own.items(), wrappers, strict=True):
-                rows = self._ranks[0][f"{wrapper}.lora_A.default.weight"].shape[0]
-                ranks[key] = rows // (x.shape[0] if x.dim() == 3 else 1)
-        return LoraConfig(
-            r=known["r"], lora_alpha=alpha, target_modules=modules, target_parameters=list(ranks), rank_pattern=ranks,
-            alpha_pattern={key: alpha * rank / known["r"] for key, rank in ranks.items()},
-        )  # fmt: skip
-
-    @cached_property
-    def _tied(self) -> dict[str, str]:
-        """The names that the config ties: each with the one that it is to be equal to."""
-        if (model := self.skeleton()) is not None:
-            return dict(model.all_tied_weights_keys)
-        places = {name: self._place(source.name) for name, source in self._all_sources.items()}
-        first = {place: name for name, place in reversed(places.items())}
-        return {name: first[place] for name, place in places.items() if first[place] != name}
-
-    def _place(self, name: str) -> tuple[Any, ...]:
-        piece = _local(self._ranks[0][name])
-        return (piece.data_ptr(), piece.shape) if piece.numel() else (name,)
+        modules = sorted(map(_plain, on))
+        for name in modules:
+            if not isinstance(model.get_submodule(name), (nn.Linear, nn.Embedding, Conv1D)):  # experts, routers
+                problem = f"the adapter is on {name}, and no adapter_config.json says on which of its tensors"
+                raise _refused(self.folder, problem, "Train with this package's engine, which saves that file.")
+        return LoraConfig(r=known["r"], lora_alpha=known["lora_alpha"], target_modules=modules)
 
     @cached_property
     def untied(self) -> bool:
         """Whether a tensor is no longer the one that the config ties it to."""
-        found = self._all_sources
+        return bool(untied(self._all_sources, self._tied, lambda *names: torch.equal(*map(self._whole, names))))
 
-        def equal(one: str, other: str) -> bool:
-            return self._place(one) == self._place(other) or torch.equal(self._whole(one), self._whole(other))
-
-        return bool(untied(found, self._tied, equal))
+    @cached_property
+    def _tied(self) -> dict[str, str]:
+        """The names that the config ties: each with the one that it is to be equal to."""
+        model = self.skeleton()
+        return {} if model is None else dict(model.all_tied_weights_keys)
 
     @cached_property
     def sources(self) -> dict[str, Source]:
@@ -174,10 +145,10 @@ class SavedModel:
         found = self._all_sources
         return found if self.untied else {name: found[name] for name in found if self._tied.get(name) not in found}
 
-    def shape_and_dtype(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        """Return shape and saved dtype of a tensor of the model."""
+    def empty(self, name: str) -> Tensor:
+        """Return a tensor of the model without its values, in the dtype that was saved."""
         saved = self._ranks[0][self.sources[name].name]
-        return saved.shape, saved.dtype
+        return torch.empty(saved.shape, dtype=saved.dtype, device="meta")
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor of the model (a key of `sources`), whole, in the dtype that was saved, or merged in FP32."""
@@ -187,19 +158,16 @@ class SavedModel:
         first = self._ranks[0][source]
         if not isinstance(first, DTensor):
             return first  # a buffer, the same on every rank
-        ranks, sharded = first.device_mesh.mesh, []
-        for dim in reversed(range(len(first.placements))):
-            placement = first.placements[dim]
-            if isinstance(placement, Shard):
-                sharded.append(placement.dim)
-            elif placement.is_replicate():
+        ranks, sharded = first.device_mesh.mesh, None
+        for dim, placement in reversed([*enumerate(first.placements)]):
+            if placement.is_replicate():
                 ranks = ranks.select(dim, 0)  # the first replica stands for all
+            elif isinstance(placement, Shard) and sharded is None:
+                sharded = placement.dim
             else:
-                raise _refused(self.folder, f"{source} is placed as {placement}")
-        if len(sharded) > 1:
-            raise _refused(self.folder, f"{source} is sharded over {len(sharded)} dimensions of the mesh")
-        pieces = [_local(self._ranks[rank][source]) for rank in ranks.flatten().tolist()]
-        whole = torch.cat(pieces, sharded[0]) if sharded else pieces[0]
+                raise _refused(self.folder, f"{source} is placed as {first.placements}")
+        pieces = [self._ranks[rank][source].to_local() for rank in ranks.flatten().tolist()]
+        whole = pieces[0] if sharded is None else torch.cat(pieces, sharded)
         if whole.shape != first.shape:
             raise _refused(self.folder, f"{source} has shape {tuple(whole.shape)}, not {tuple(first.shape)}")
         return whole
@@ -207,10 +175,6 @@ class SavedModel:
 
 def _plain(module: str) -> str:
     return module.removeprefix(PREFIX).replace(".base_layer", "")
-
-
-def _local(saved: Tensor) -> Tensor:
-    return saved.to_local() if isinstance(saved, DTensor) else saved
 
 
 def _refused(folder: Path, problem: str, remedy: str = "") -> ConfigurationError:

@@ -1,23 +1,27 @@
-"""A series of mail patches for one verl release, with the hashes of each file before and after; and the trees it fits.
+"""A series of mail patches for one verl release, with the hashes of each file before and after; and a tree it fits.
 
-Of a tree it is known which release it is, whether it may be touched, and which files a call has to change.
+A tree is brought from one state into the other if it is exactly what the series was made for: a file's hash says in
+which state it is. Whatever is refused is a `PatchError`, and the tree is as it was.
 """
 
 import email
 import email.policy
 import hashlib
 import json
+import os
 import re
-from dataclasses import dataclass
+import shutil
+import subprocess
+import tempfile
 from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 
 from verl_precision.base.errors import PatchError
 from verl_precision.base.files import open_regular, shipped_folder
 
 MANIFEST = "hashes.json"
 _VERSION = Path("verl", "version", "version")
-_INSTALLED = {"site-packages", "dist-packages"}
 # Beside an installed package, tests/ is nobody's or anybody's: what a patch does there is left out.
 _TESTS = "tests/"
 _TARGET = re.compile(r"^\+\+\+ b/(.+)$", re.M)
@@ -30,8 +34,7 @@ class State(Enum):
     APPLIED = "applied"
 
 
-@dataclass(frozen=True)
-class Patch:
+class Patch(NamedTuple):
     """One patch: its file, its title without the mail's [PATCH n/m], the paths it touches, relative to the tree."""
 
     path: Path
@@ -39,8 +42,7 @@ class Patch:
     files: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """All patches for one verl release."""
 
     version: str
@@ -49,16 +51,16 @@ class Series:
     files: dict[str, dict[State, str | None]]  # SHA-256 of every file they touch; None in a state without the file
 
 
-def available(folder: Path | None = None) -> dict[str, Series]:
-    """Return the series by verl version, from `verl-<version>` in `folder` or in the package's `patches`."""
-    folders = sorted((folder or shipped_folder("patches")).glob("verl-*"))
+def available() -> dict[str, Series]:
+    """Return the series by verl version."""
+    folders = sorted(shipped_folder("patches").glob("verl-*"))
     return {series.version: series for series in map(load_series, folders)}
 
 
 def list_series() -> list[str]:
     """Return what there is, in lines: each series with its folder, and its patches."""
     lines = []
-    for version, series in sorted(available().items()):
+    for version, series in available().items():
         lines.append(f"verl {version}: {len(series.patches)} patches, {len(series.files)} files, {series.folder}")
         lines += [f"  {patch.path.name[:4]} {patch.subject}" for patch in series.patches]
     return lines
@@ -66,15 +68,14 @@ def list_series() -> list[str]:
 
 def load_series(folder: Path) -> Series:
     """Read a series from its folder, which holds `*.patch` and the hashes of exactly the files that they touch."""
-    patches, manifest = read_patches(folder), folder / MANIFEST
-    if not patches or not manifest.is_file():
-        raise PatchError(f"{folder}: not a series; it needs *.patch files and {MANIFEST}. Reinstall verl-precision.")
-    recorded = json.loads(manifest.read_text())
-    keys = {State.PRISTINE: "pristine", State.APPLIED: "patched"}
-    files = {path: {state: one[key] for state, key in keys.items()} for path, one in recorded["files"].items()}
+    patches, recorded = read_patches(folder), json.loads((folder / MANIFEST).read_text())
+    files = {
+        path: {State.PRISTINE: one["pristine"], State.APPLIED: one["patched"]}
+        for path, one in recorded["files"].items()
+    }
     touched = {path for patch in patches for path in patch.files}
     if touched != set(files):
-        problem = f"{manifest}: recorded for {sorted(files)}, but the patches touch {sorted(touched)}"
+        problem = f"{folder / MANIFEST}: recorded for {sorted(files)}, but the patches touch {sorted(touched)}"
         raise PatchError(problem, remedy=f"Record it again: python patches/record_hashes.py {folder} TREE")
     return Series(recorded["verl"], folder, patches, files)
 
@@ -95,71 +96,113 @@ def sha256(path: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-@dataclass(frozen=True)
 class Tree:
-    """A folder that holds `verl/`, its path resolved, and the series for its release."""
+    """A checkout, an unpacked release, or a folder of installed packages: whatever holds `verl/`."""
 
-    root: Path
-    series: Series
-
-    @property
-    def installed(self) -> bool:
-        """Whether Python's package folders hold it."""
-        return not _INSTALLED.isdisjoint(self.root.parts)
-
-    @property
-    def files(self) -> list[str]:
-        """The files of the series that concern it: those under tests/ only beside tests of its own."""
+    def __init__(self, path: Path) -> None:
+        self.root = path.resolve()
+        version = self.root / _VERSION
+        if not version.is_file():
+            allowed = "a folder that holds `verl/`, as a checkout does"
+            raise self.refused(f"unknown tree, {version} does not exist", allowed=allowed)
+        with open_regular(version, most=200) as file:
+            found, series = file.read().decode().strip(), available()
+        if found not in series:
+            raise self.refused(f"verl {found} has no series here; nothing was touched", allowed=", ".join(series))
+        self.series = series[found]
+        self.installed = not {"site-packages", "dist-packages"}.isdisjoint(self.root.parts)
         has_tests = (self.root / _TESTS).is_dir() and not self.installed
-        return [path for path in self.series.files if has_tests or not path.startswith(_TESTS)]
+        self.files = [path for path in self.series.files if has_tests or not path.startswith(_TESTS)]
 
-    def refused(self, problem: str, remedy: str) -> PatchError:
+    def refused(self, problem: str, remedy: str = "", allowed: str = "") -> PatchError:
         """Return the error that refuses it."""
-        return PatchError(problem, setting="TREE", value=str(self.root), remedy=remedy)
+        return PatchError(problem, setting="TREE", value=str(self.root), allowed=allowed, remedy=remedy)
+
+    @property
+    def state(self) -> State:
+        """Its state. A tree with a file that is in another one is refused, with all such files named."""
+        found = {path: self._states_of(path) for path in self.files}
+        for state in State:
+            if all(state in states for states in found.values()):
+                return state
+        if foreign := [path for path, states in found.items() if not states]:
+            problem = f"dirty; neither verl {self.series.version} as released nor with the whole series: "
+            problem += f"{', '.join(foreign)}; nothing was touched"
+        else:
+            problem = "patched in part: " + ", ".join(path for path, states in found.items() if State.APPLIED in states)
+        remedy = f"Restore these files, or apply the patches one by one with git am from {self.series.folder}."
+        raise self.refused(problem, remedy)
+
+    def _states_of(self, path: str) -> list[State]:
+        target = self.root / path
+        if target.is_symlink() or (target.exists() and not target.is_file()):
+            return []
+        found = sha256(target)
+        return [state for state in State if self.series.files[path][state] == found]
+
+    def change(self, check: bool = False) -> None:
+        """Bring it into the other state; with `check` only say whether that would work.
+
+        `git apply` makes the files on copies; they are compared with what is recorded, and renamed into place.
+        """
+        (goal,) = {*State} - {self.state}
+        prefix = ".verl-precision-patch-"
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=None if check else self.root) as name:
+            copies = Path(name).resolve()
+            for path in self.files:
+                (copies / path).parent.mkdir(parents=True, exist_ok=True)
+                if (self.root / path).exists():
+                    shutil.copy(self.root / path, copies / path)
+            for patch in self.series.patches if goal is State.APPLIED else reversed(self.series.patches):
+                if not {*self.files}.isdisjoint(patch.files):
+                    self._git_apply(copies, patch.path, ["-R"] * (goal is State.PRISTINE))
+            hashes = {path: self.series.files[path][goal] for path in self.files}
+            if wrong := [path for path in self.files if sha256(copies / path) != hashes[path]]:
+                problem = f"{', '.join(wrong)}: not what is recorded in {self.series.folder}; nothing was touched"
+                raise self.refused(problem, "Reinstall verl-precision.")
+            for path in self.files if not check else ():
+                if hashes[path] is None:
+                    (self.root / path).unlink()
+                    if not any((self.root / path).parent.iterdir()):
+                        (self.root / path).parent.rmdir()
+                else:
+                    (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+                    os.replace(copies / path, self.root / path)
+
+    def _git_apply(self, folder: Path, patch: Path, options: list[str]) -> None:
+        if shutil.which("git") is None:
+            raise PatchError("git: not found; patches are applied by `git apply`. Install git.")
+        # No repository, and no setting of a user or machine, may change what git does to the bytes.
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+        environment |= {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+        environment |= dict.fromkeys(("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"), os.devnull)
+        command = ["git", "apply", "--whitespace=nowarn", *options]
+        command += [*(f"--include={path}" for path in self.files), str(patch)]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace")
+        if done.returncode:
+            problem = f"{patch.name} does not apply; nothing was touched. git says: {done.stderr.strip()}"
+            raise self.refused(problem)
 
 
-def open_tree(path: Path, series_by_version: dict[str, Series]) -> Tree:
-    """Recognise a checkout, an unpacked release, or a folder of installed packages: whatever holds `verl/`."""
-    root = path.resolve()
-    version = root / _VERSION
-    if not version.is_file():
-        hint = f"Did you mean {root.parent}?" if (root.parent / _VERSION).is_file() else ""
-        problem, allowed = f"unknown tree, {version} does not exist", "a folder that holds `verl/`, as a checkout does"
-        raise PatchError(problem, setting="TREE", value=str(path), allowed=allowed, remedy=hint)
-    with open_regular(version, most=200) as file:
-        found = file.read().decode().strip()
-    if found not in series_by_version:
-        problem, allowed = f"verl {found} has no series here; nothing was touched", ", ".join(sorted(series_by_version))
-        raise PatchError(problem, setting="TREE", value=str(root), allowed=allowed)
-    return Tree(root, series_by_version[found])
+def check_tree(path: Path) -> str:
+    """Say in which state a tree is, and that the series would apply or revert; write nothing."""
+    tree = Tree(path)
+    tree.change(check=True)
+    verb = "reverts" if tree.state is State.APPLIED else "applies"
+    patches = f"the series of {len(tree.series.patches)} patches {verb} cleanly to {len(tree.files)} files"
+    return f"verl {tree.series.version} is {tree.state.value}: {patches}"
 
 
-def require_permission(tree: Tree, installed: bool) -> None:
-    """Refuse an installed package without --installed, and the option without one."""
+def change_tree(path: Path, goal: State, installed: bool = False) -> str:
+    """Bring a tree into a state, and say so; `installed`: whether an installed package was asked for by name."""
+    tree = Tree(path)
     if tree.installed and not installed:
         remedy = "Unpack a copy and patch that, or name it: --installed."
         raise tree.refused("an installed package; nothing was touched", remedy)
     if installed and not tree.installed:
         raise tree.refused("--installed, and it is not an installed package", "Leave --installed out.")
-
-
-def files_to_change(tree: Tree, goal: State) -> list[str]:
-    """Return the files that are not yet in a state: all, none, or, after an interrupted call, some.
-
-    A file that is neither that of the release nor that of the whole series is refused.
-    """
-    changed, foreign = [], []
-    for path in tree.files:
-        target, hashes = tree.root / path, tree.series.files[path]
-        if target.is_symlink() or (target.exists() and not target.is_file()):
-            foreign.append(f"{path} (not a regular file)")
-        elif (found := sha256(target)) not in hashes.values():
-            foreign.append(path)
-        elif found != hashes[goal]:
-            changed.append(path)
-    if foreign:
-        problem = f"dirty; neither verl {tree.series.version} as released nor with the whole series: "
-        problem += f"{', '.join(foreign)}; nothing was touched"
-        remedy = f"Restore these files, or apply the patches one by one with git am from {tree.series.folder}."
-        raise tree.refused(problem, remedy)
-    return changed
+    if tree.state is goal:
+        return f"verl {tree.series.version} is {goal.value} already: {tree.root}"
+    tree.change()
+    verb = "applied" if goal is State.APPLIED else "reverted"
+    return f"{verb} {len(tree.series.patches)} patches for verl {tree.series.version}: {tree.root}"

@@ -22,18 +22,15 @@ def patch(
     """Patch a verl that no plugin can reach, or take the patches back: all of them or none.
 
     A tree is refused, with the file named, unless it is exactly a release with a series, or that release with the whole
-    series applied. A call that was killed is finished or taken back by the next one. What each patch does is in
-    patches/README.md.
+    series applied. What each patch does is in patches/README.md.
     """
     if [list_, check_, apply_, revert].count(True) != 1 or list_ != (tree is None):
         raise BadParameter("give --list, or one of --check, --apply, --revert with TREE")
-    from verl_precision.tools.patching.change import change_tree, check_tree
-    from verl_precision.tools.patching.series import State, list_series
+    from verl_precision.tools.patching.series import State, change_tree, check_tree, list_series
 
     if tree is None:
-        lines = list_series()
+        say("\n".join(list_series()))
     elif check_:
-        lines = [check_tree(tree)]
+        say(check_tree(tree))
     else:
-        lines = change_tree(tree, State.APPLIED if apply_ else State.PRISTINE, installed)
-    say("\n".join(lines))
+        say(change_tree(tree, State.APPLIED if apply_ else State.PRISTINE, installed))

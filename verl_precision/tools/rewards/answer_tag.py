@@ -9,11 +9,7 @@ OPEN, CLOSE, FORMAT = "<answer>", "</answer>", "</think> <answer>"
 
 
 def compute_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: str,
-    extra_info: dict | None = None,
-    as_published: bool = False,
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None, as_published: bool = False
 ) -> float:
     r"""Return 1.0 if the response ends its thought and gives the right answer, in any form that is equal, else 0.0.
 

@@ -16,13 +16,8 @@ UNITS = (
 )
 _UNIT_OF = {word: line.split()[0] for line in UNITS.split("|") for word in line.split()}
 _KNOWN = frozenset(_UNIT_OF.values())
-_PHRASES = {
-    "^{2": ["square"],
-    "^{3": ["cubic"],
-    "mph": ["mile", "per", "hour"],
-    "kph": ["kilometer", "per", "hour"],
-    "kmh": ["kilometer", "per", "hour"],
-}
+_PHRASES = {"^{2": ["square"], "^{3": ["cubic"], "mph": ["mile", "per", "hour"]}
+_PHRASES |= dict.fromkeys(("kph", "kmh"), ["kilometer", "per", "hour"])
 _COUNTS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _NO_UNIT = frozenset(  # an answer with such a word says more than its number
     "or and if when to than more less least most not no plus minus times over mod remainder even odd half".split()

@@ -11,11 +11,9 @@ from functools import lru_cache
 import sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
-from verl_precision.tools.rewards.answer_forms import DEEPEST, deepest
 from verl_precision.tools.rewards.answer_text import plain_number
 
 LARGEST = 200_000  # bits of a number: a power tower has more, and would fill the memory
-DIGITS = 60  # to which two values agree that count as one
 _CONFIG = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
 # Dropped or misread there: words, dots, primes, bases of numbers, remainders, 4.5.6 and two numbers side by side.
 _UNREADABLE = re.compile(
@@ -30,9 +28,6 @@ _NUMBER = re.compile(
     r"(?:\\frac\{(?P<above>\d+)\}\{(?P<below>\d+)\}|(?<= )(?P<over>\d+)/(?P<under>\d+))(?![\d.^])"
     rf"|/ ?(?P<divisor>{_DECIMAL})(?![\d.]| ?[\^!])|(?P<plain>{_DECIMAL})"
 )
-_POINTS = [
-    sympy.Rational(*pair) for pair in ((3, 7), (19, 8), (-5, 3), (11, 13), (-17, 29), (41, 10), (8, 27), (-31, 9))
-]
 
 
 @lru_cache(1000)
@@ -51,7 +46,7 @@ def value_of(text: str) -> sympy.Expr | None:
         numbers[sympy.Symbol(f"math{{{name}}}", real=True)] = sympy.Rational(_number(found))
         return (r"\cdot " if found["divisor"] else "") + rf"\mathit{{{name}}} "
 
-    if _UNREADABLE.search(text) or deepest(text) > DEEPEST:
+    if _UNREADABLE.search(text):
         return None
     try:
         text = re.sub(r"(\\mathit\{q\d+\} |(?<![\\A-Za-z/])[A-Za-z]+) ?\(", r"\1\\cdot (", _NUMBER.sub(symbol, text))
@@ -95,21 +90,15 @@ def _bits(tree: sympy.Basic, numbers: dict[sympy.Symbol, sympy.Rational]) -> int
 
 
 def same_value(one: sympy.Expr, other: sympy.Expr) -> bool:
-    """Return whether two expressions have one value, for every value of their variables that is tried."""
+    """Return whether two expressions have one value, for every value of their variables."""
     if one == other:
         return True
     if one.is_infinite or other.is_infinite:
         return False
-    difference, names = one - other, sorted(one.free_symbols | other.free_symbols, key=str)
-    if difference.is_Rational:
-        return bool(difference == 0)
-    agreed = 0
-    for shift in range(len(_POINTS) if names else 1):
-        at = {name: _POINTS[(shift + 3 * place) % len(_POINTS)] for place, name in enumerate(names)}
-        sizes = [abs(sympy.N(part.xreplace(at), DIGITS)) for part in (one, other)]
-        rest = abs(sympy.N(difference.xreplace(at), DIGITS, maxn=4 * DIGITS))
-        if all(size.is_Float or size.is_Rational for size in (*sizes, rest)):
-            if rest > max(sizes) * sympy.Float(10, DIGITS) ** (5 - DIGITS):
-                return False
-            agreed += 1
-    return agreed >= (3 if names else 1) or bool(sympy.simplify(difference) == 0)
+    difference = one - other
+    at = {name: sympy.Rational(3 * place + 5, 7) for place, name in enumerate(sorted(difference.free_symbols, key=str))}
+    rest = difference.xreplace(at).evalf()
+    if any(part.is_comparable and part != 0 for part in rest.as_real_imag()):  # at one point: sooner than `equals`
+        return False
+    sympy.core.random.seed(0)  # of the points at which `equals` looks, so that a verdict stays the same
+    return difference.equals(0) is True

@@ -29,7 +29,7 @@ def compute_score(
     r"""Return `score`, 1.0 or `wrong`, and `acc`, 1.0 or 0.0. Words after the box do not matter.
 
     Args:
-        data_source: Where the problem comes from; every source is judged alike.
+        data_source: Not read: every source is judged alike.
         solution_str: The response.
         ground_truth: The right answer, without a box.
         extra_info: verl's, with what the agent loop adds; read for `truncated` where a response must be finished.
@@ -37,9 +37,6 @@ def compute_score(
         require_closed_thinking: Whether a response counts only with exactly one `</think>`, and a box only after it.
         require_finished: Whether a response that ended at the length limit is wrong whatever it holds.
         as_published: Whether the authors' rules decide, which accept some wrong answers and refuse some right ones.
-
-    Raises:
-        ConfigurationError: If a response must be finished and nothing says whether it is.
     """
     if require_closed_thinking:
         solution_str = solution_str.partition(CLOSE)[2] if solution_str.count(CLOSE) == 1 else ""

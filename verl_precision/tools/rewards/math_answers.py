@@ -6,25 +6,31 @@ and so does this with `as_published`: verl's own for MATH, math-verify's, which 
 of numbers with units and of words. They accept some wrong answers, and refuse some right ones.
 
 SymPy can take hours, and what takes too long is ended with a signal, which works in a process's main thread alone; verl
-calls rewards in other threads. So SymPy has a process of its own here, `math_judge`, which is ended and replaced when
-it does not answer in time: a power tower runs in C, where a signal is not looked at.
+calls rewards in other threads. So SymPy has a process of its own, this module as a program, which is ended and replaced
+when it does not answer in time: a power tower runs in C, where a signal is not looked at.
 """
 
 import atexit
 import json
 import logging
 import os
+import re
+import resource
 import select
+import signal
 import subprocess
 import sys
 import threading
+import warnings
 from importlib.util import find_spec
 
 from verl_precision.base.errors import EnvironmentMismatchError
 from verl_precision.tools.rewards.answer_text import plain_number
 
 INSTALL = 'pip install "math-verify[antlr4_9_3]"'
-SECONDS = 10.0  # for one pair; math-verify's own limits in the process come first where they can
+SECONDS = 10.0  # for one pair; the limits within the process come first where they can
+SECONDS_WITHIN = 3  # for one answer to be read as published, and for two to be compared, 9 in all; the authors allow 1
+MEMORY = 4 << 30  # bytes of address space, of which SymPy needs a tenth: a power tower ends here, not the host
 _START_SECONDS = 120.0  # for the process to load SymPy, on a machine that is busy
 
 logger = logging.getLogger("verl_precision")
@@ -68,67 +74,103 @@ def require_math_verify() -> None:
 class _Judge:
     """A process that is asked one pair at a time, by any thread of this one; it starts with the first pair."""
 
-    def __init__(self, seconds: float = SECONDS) -> None:
-        self._seconds = seconds
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
+    def __init__(self) -> None:
+        self.seconds = SECONDS
+        self._forget()
         os.register_at_fork(after_in_child=self._forget)
-        atexit.register(self._end)
+        atexit.register(self.end)
+
+    def _forget(self) -> None:
+        """Have no process: a forked child that asked its parent's would take the parent's replies."""
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
 
     def says_equal(self, answer: str, truth: str, as_published: bool = False) -> bool:
         """Return what it says; what takes too long is not equal."""
         with self._lock:
-            if self._process is None:
-                self._process = self._started()
-            reply = None
+            process = self._process = self._process or _started()
+            reply = b""
             try:
-                reply = self._ask(self._process, json.dumps([answer, truth, as_published]))
+                process.stdin.write(json.dumps([answer, truth, as_published]).encode() + b"\n")  # type: ignore[union-attr]
+                reply = _line(process, self.seconds)
+            except BrokenPipeError:  # it has ended, e.g. for want of memory
+                pass
             finally:  # a reply that nobody has waited for would be the next pair's
-                if reply is None:
-                    self._end()
-        if reply is None:
+                if not reply:
+                    self.end()
+        if not reply:
             logger.warning("the judge did not compare %.200r with %.200r; they count as different", answer, truth)
-        return reply == "1"
+        return reply == b"1\n"
 
-    def _forget(self) -> None:
-        """Leave the process to the one that started it: two that ask would read each other's replies."""
-        if self._process is not None:
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            for pipe in filter(None, (self._process.stdin, self._process.stdout)):
-                os.dup2(nowhere, pipe.fileno())  # not closed: another file would get the number
-            os.close(nowhere)
-            self._process.returncode = 0  # it is no child of this process
-        self._lock, self._process = threading.Lock(), None
-
-    def _started(self) -> "subprocess.Popen[str]":
-        require_math_verify()
-        command = [sys.executable, "-m", "verl_precision.tools.rewards.math_judge"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-        if _line(process, _START_SECONDS) != "ready":
-            process.kill()
-            raise EnvironmentMismatchError("math-verify does not load; its own error is above", remedy=INSTALL)
-        return process
-
-    def _ask(self, process: "subprocess.Popen[str]", question: str) -> str | None:
-        try:
-            print(question, file=process.stdin, flush=True)
-        except BrokenPipeError:  # it has ended, e.g. for want of memory
-            return None
-        return _line(process, self._seconds)
-
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End the process, if there is one."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
             self._process = None
 
 
-def _line(process: "subprocess.Popen[str]", seconds: float) -> str | None:
-    """Return the next line, or None where none comes."""
+def _started() -> "subprocess.Popen[bytes]":
+    require_math_verify()
+    # Without buffers: what stood in one at a fork would be written twice.
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    )
+    if _line(process, _START_SECONDS) != b"ready\n":
+        process.kill()
+        raise EnvironmentMismatchError("math-verify does not load; its own error is above", remedy=INSTALL)
+    return process
+
+
+def _line(process: "subprocess.Popen[bytes]", seconds: float) -> bytes:
+    """Return the next line, or nothing where none comes."""
     assert process.stdout is not None
-    if not select.select([process.stdout], [], [], seconds)[0]:
-        return None
-    return process.stdout.readline().strip() or None
+    return process.stdout.readline() if select.select([process.stdout], [], [], seconds)[0] else b""
+
+
+class _TooLongError(BaseException):
+    """A comparison took too long; no handler of errors within SymPy holds it."""
+
+
+def _judge() -> None:
+    """Answer in the process: a JSON array a line comes in, [answer, truth, as_published], and 1 or 0 goes out."""
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing but replies goes to the one who asks
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)  # math-verify logs, with a traceback, each answer that it cannot read
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    from verl_precision.tools.rewards.answer_equality import same_as_published, same_by_mathematics
+
+    def in_math(text: str) -> str:
+        """Return LaTeX without what math-verify stumbles over: currency, size of a bracket, full stop."""
+        text = re.sub(r"\\\$|\\[bB]igg?[lrm]?(?![A-Za-z])|(?<!\.)\.\s*$", "", text)
+        return text if "$" in text else f"${text}$"
+
+    def as_published(answer: str, truth: str) -> bool:
+        forms = (LatexExtractionConfig(), ExprExtractionConfig())
+        read = [parse(in_math(text), forms, parsing_timeout=SECONDS_WITHIN) for text in (truth, answer)]
+        return bool(verify(*read, timeout_seconds=SECONDS_WITHIN)) or same_as_published(answer, truth)
+
+    def too_long(*_: object) -> None:
+        raise _TooLongError
+
+    if sys.platform == "linux":
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard), hard))
+    print("ready", file=replies)
+    for line in sys.stdin:
+        answer, truth, published = json.loads(line)
+        signal.signal(signal.SIGALRM, too_long)  # math-verify has its own
+        signal.alarm(0 if published else SECONDS_WITHIN)
+        try:
+            same = as_published(answer, truth) if published else same_by_mathematics(answer, truth)
+        except (_TooLongError, Exception):  # of any kind: SymPy fails in many ways on what is no mathematics
+            same = False
+        signal.alarm(0)
+        print(int(same), file=replies)
 
 
 _JUDGE = _Judge()
+if __name__ == "__main__":
+    _judge()

@@ -1,9 +1,1 @@
-"""`verl-precision selftest`: is this machine fit for FP16 RL? The acceptance test of a machine, for its owner.
-
-checks               what a check is; all of them, by name
-engine_checks        part A: verl's FSDP engine with ours on top, and what torch alone shows
-single_rank          verl's engine outside of a training run: a group of one rank, whole sequences as a batch
-stack_checks         part B, the whole stack: short runs of verl with vLLM, and faults that must stop a run
-selftest_faults      faults that part B plants in its runs, each loaded by its name
-session              one process a check, progress, the table, selftest.json
-"""
+"""`verl-precision selftest`: is this machine fit for FP16 RL? The acceptance test of a machine, for its owner."""

@@ -1,9 +1,8 @@
 """What a check of the self-test is, and all of them by name, in the order in which they are registered."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 NO_FSDP1 = "FSDP1 cannot wrap CPU parameters"
 # What a check measured, by name with its unit.
@@ -12,8 +11,7 @@ Function = Callable[[str, Path], Figures]
 F = TypeVar("F", bound=Function)
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One check."""
 
     name: str  # on the command line and in selftest.json
@@ -22,7 +20,6 @@ class Check:
     function: Function  # of the device and a folder of its own; it returns what it measured, or raises
     seconds: int = 300  # time limit
     needs_gpu: str = ""  # why a CPU cannot run it
-    alone: bool = False  # no other check may use the GPU meanwhile: vLLM compares free memory when it sleeps
 
 
 CHECKS: dict[str, Check] = {}

@@ -1,5 +1,6 @@
 """Part A: updates and overflows of verl's FSDP engine with ours on top, on one device."""
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from verl_precision.base.dtypes import long
 from verl_precision.base.errors import require
 from verl_precision.engine.loss_scaling import LossScaler, local_part
 from verl_precision.engine.settings import LossScaleSettings
-from verl_precision.tools.checking.installation import findings
 from verl_precision.tools.selftest.checks import NO_FSDP1, Figures, check
 from verl_precision.tools.tiny_model import cached_tiny_model
 
@@ -22,19 +22,9 @@ _UPDATES, _SAVED_AFTER = 50, 25
 _GROWTH_INTERVAL, _FIRST_SCALE = 8, 1024.0
 _PLANTED = {3, 4, 17, 30, 41}  # two in a row; before and after the checkpoint
 _OVERFLOWS = 500
-ONE_DEVICE = "gradients and loss scale are on one device"
 
 
-@check("installation", "A", "versions, plugin and host symbols are as tested", alone=True)
-def installation(device: str, folder: Path) -> Figures:
-    """Ask what `verl-precision check` asks of an installation."""
-    found = list(findings())
-    wrong = [f"{finding.what}: {finding.detail}" for finding in found if not finding.ok]
-    require(not wrong, "; ".join(wrong), "Run `verl-precision check`.")
-    return {"findings": len(found)}
-
-
-@check("fp16_updates", "A", "50 FP16 updates: overflows skipped, scale exact, resumed", alone=True)
+@check("fp16_updates", "A", "50 FP16 updates: overflows skipped, scale exact, resumed")
 def fp16_updates(device: str, folder: Path, strategy: str = "fsdp2") -> Figures:
     """Train 50 updates in FP16, with planted overflows and a restart."""
     from verl_precision.tools.selftest.single_rank import one_rank
@@ -74,9 +64,7 @@ def fp16_updates(device: str, folder: Path, strategy: str = "fsdp2") -> Figures:
     return {"skipped": skipped, "gradient_error": error, "resumed_apart": apart, "last_scale": scale}
 
 
-check("fp16_updates_fsdp1", "A", "the same under FSDP1", needs_gpu=NO_FSDP1, alone=True)(
-    partial(fp16_updates, strategy="fsdp")
-)
+check("fp16_updates_fsdp1", "A", "the same under FSDP1", needs_gpu=NO_FSDP1)(partial(fp16_updates, strategy="fsdp"))
 
 
 def build_engine(device: str, dtype: str, strategy: str = "fsdp2", **ours: Any) -> Any:
@@ -90,22 +78,17 @@ def build_engine(device: str, dtype: str, strategy: str = "fsdp2", **ours: Any) 
     if device == "cpu":
         torch.set_num_threads(1)  # the model is tiny
     model = HFModelConfig(
-        path=str(cached_tiny_model("qwen3")),
-        use_remove_padding=True,
-        enable_gradient_checkpointing=True,
+        path=str(cached_tiny_model("qwen3")), use_remove_padding=True, enable_gradient_checkpointing=True,
         override_config={"attn_implementation": "sdpa"},
-    )
+    )  # fmt: skip
     model.model_type = "language_model"
+    dtypes = {"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    config = PrecisionFSDPConfig(
+        strategy=strategy, fsdp_size=-1, use_torch_compile=False, dtype=long(dtype), mixed_precision=dtypes, **ours
+    )
     engine = EngineRegistry.get_engine_cls("language_model", strategy)(
         model_config=model,
-        engine_config=PrecisionFSDPConfig(
-            strategy=strategy,
-            fsdp_size=-1,
-            use_torch_compile=False,
-            dtype=long(dtype),
-            mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-            **ours,
-        ),
+        engine_config=config,
         optimizer_config=FSDPOptimizerConfig(lr=1e-3, lr_scheduler_type="constant", total_training_steps=1000),
         checkpoint_config=CheckpointConfig(save_contents=["model", "optimizer", "extra"]),
     )
@@ -140,22 +123,25 @@ def _gradient(engine: Any) -> Tensor:
         engine.forward_backward_batch(batch(), partial(_loss, planted=False))
         if engine.scaler is not None:
             engine.scaler.unscale_(engine.optimizer)
-        found = torch.cat([_whole(p.grad).flatten().double().cpu() for p in engine.module.parameters()])
-        if engine.scaler is not None:
             engine.scaler.update()
+        found = _joined(p.grad for p in engine.module.parameters())
         engine.optimizer_zero_grad()
     return found
 
 
 def _weights(engine: Any) -> Tensor:
-    return torch.cat([_whole(p.detach()).flatten().float().cpu() for p in engine.module.parameters()])
+    return _joined(p.detach() for p in engine.module.parameters())
 
 
-def _whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _joined(tensors: Iterable[Any]) -> Tensor:
+    whole = (each.full_tensor() if isinstance(each, DTensor) else each for each in tensors)
+    return torch.cat([each.flatten().double().cpu() for each in whole])
 
 
-@check("offload_overflow", "A", "500 overflows under offload_policy, none missed", needs_gpu=ONE_DEVICE, alone=True)
+@check(
+    "offload_overflow", "A", "500 overflows under offload_policy, none missed",
+    needs_gpu="gradients and loss scale are on one device",
+)  # fmt: skip
 def offload_overflow(device: str, folder: Path) -> Figures:
     """Plant 500 overflows in gradients on the host while the GPU is busy, in each step but the first and the last.
 

@@ -11,14 +11,14 @@ from verl.utils import tensordict_utils as tu
 
 
 def make_group_of_one(device: str) -> None:
-    """Make the default process group, of this process alone; on "cuda" with NCCL, and gloo for tensors on the host."""
+    """Make the default process group, of this process alone."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "cpu:gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 @contextmanager
 def one_rank(device: str) -> Iterator[None]:
-    """Have a process group of this process alone inside the block; see `make_group_of_one`."""
+    """Have a process group of this process alone inside the block."""
     make_group_of_one(device)
     try:
         yield
@@ -31,15 +31,13 @@ def engine_batch(sequences: list[Tensor], **settings: object) -> Any:
 
     `settings` are what the engine asks of a batch beside its tensors, such as `use_remove_padding`.
     """
-    return tu.get_tensordict(
-        {
-            "input_ids": nested(sequences),
-            "position_ids": nested([torch.arange(len(sequence)) for sequence in sequences]),
-            "loss_mask": nested([torch.ones(len(sequence)) for sequence in sequences]),
-            "temperature": torch.ones(len(sequences)),
-        },
-        non_tensor_dict={"use_dynamic_bsz": True, "use_fused_kernels": False, **settings},
-    )
+    tensors = {
+        "input_ids": nested(sequences),
+        "position_ids": nested([torch.arange(len(sequence)) for sequence in sequences]),
+        "loss_mask": nested([torch.ones(len(sequence)) for sequence in sequences]),
+        "temperature": torch.ones(len(sequences)),
+    }
+    return tu.get_tensordict(tensors, {"use_dynamic_bsz": True, "use_fused_kernels": False, **settings})
 
 
 def nested(tensors: list[Tensor]) -> Tensor:

@@ -1,6 +1,5 @@
 """Part B: short runs of verl's own `main_ppo` with vLLM and Ray, and faults that must stop a run."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,23 +7,17 @@ from verl_precision.base.errors import CheckFailedError, RunFailedError, require
 from verl_precision.base.overrides import quoted
 from verl_precision.mismatch.metric_names import K3_KL
 from verl_precision.tools.runs.fork_server import workers_forked_on_cpu
-from verl_precision.tools.runs.launch import Progress, run_verl
+from verl_precision.tools.runs.launch import run_verl
 from verl_precision.tools.runs.read import Rows, read_metrics
 from verl_precision.tools.selftest.checks import NO_FSDP1, Figures, check
 from verl_precision.tools.tiny_model import write_problems
 
 RECIPE = Path(__file__).with_name("stack.yaml")
-_WORKER = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
 _ROUNDED = "actor_rollout_ref.actor.fsdp_config.stochastic_rounding_to=bf16"
+_WORKER = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
 _EXTENSION = f"{_WORKER}=verl_precision.tools.selftest.selftest_faults"
-_LORA = tuple(
-    f"actor_rollout_ref.model.{each}" for each in ("lora_rank=8", "lora_alpha=16", "target_modules=all-linear")
-)
+_LORA = [f"actor_rollout_ref.model.{each}" for each in ("lora_rank=8", "lora_alpha=16", "target_modules=all-linear")]
 _ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
-
-
-class _KilledError(Exception):
-    """Ends a run from outside."""
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
@@ -58,24 +51,16 @@ def _stops(name: str, shows: str, words: str, override: str) -> None:
 
 
 VERIFIED, UNVERIFIED = "verified_layers", "unverified_layers"
+_MERGED = "actor_rollout_ref.model.lora.merge"
 _trains("tied_model", "a tied model trains, sleeps, wakes; every layer verified", "tiny_architecture=qwen3_tied",
-        reports=VERIFIED, sleeps=True, seconds=600, alone=True)  # fmt: skip
+        reports=VERIFIED, sleeps=True, seconds=600)  # fmt: skip
 _trains("moe", "a mixture of experts trains in FP16", "tiny_architecture=qwen3_moe", reports=UNVERIFIED)
-_trains(
-    "lora_merged", "LoRA, merged for the rollout", *_LORA, "actor_rollout_ref.model.lora.merge=True", reports=VERIFIED
-)
-_trains("lora_adapter", "LoRA, as an adapter of the rollout", *_LORA, "actor_rollout_ref.model.lora.merge=False")
+_trains("lora_merged", "LoRA, merged for the rollout", *_LORA, f"{_MERGED}=True", reports=VERIFIED)
+_trains("lora_adapter", "LoRA, as an adapter of the rollout", *_LORA, f"{_MERGED}=False")
 _trains("fsdp1", "a run under FSDP1", *(f"{role}.strategy=fsdp" for role in _ROLES), needs_gpu=NO_FSDP1)
-_stops(
-    "flipped_bit",
-    "one flipped bit in a weight sync stops the run",
-    "arrived with other values",
-    f"{_EXTENSION}.FlippedBit",
-)
+_stops("flipped_bit", "one flipped bit in a weight sync stops the run", "other values", f"{_EXTENSION}.FlippedBit")
 _stops("lost_tensor", "a tensor lost in a weight sync stops the run", "never received", f"{_EXTENSION}.LostTensor")
-_stops(
-    "bf16_sender", "weights rounded to BF16 on the way stop the run", "too coarse for a rollout in float16", _ROUNDED
-)
+_stops("bf16_sender", "weights rounded to BF16 on the way stop the run", "too coarse for a rollout in", _ROUNDED)
 
 
 @check("precision_gap", "B", "BF16 has at least 10 times the mismatch of FP16", seconds=600)
@@ -91,37 +76,6 @@ def precision_gap(device: str, folder: Path) -> Figures:
     return {"k3_fp16": gaps["fp16"], "k3_bf16": gaps["bf16"], "times": times}
 
 
-@check("resume", "B", "a killed run goes on from its checkpoint", seconds=600)
-def resume(device: str, folder: Path) -> Figures:
-    """Save every step, kill the run after two, start it again: it goes on with the same loss scale and metrics."""
-    checkpoints = folder / "checkpoints"
-    saving = [
-        *("trainer.save_freq=1", "trainer.total_training_steps=4", "trainer.resume_mode=auto"),
-        f"trainer.default_local_dir={quoted(checkpoints)}",
-    ]
-    marker = checkpoints / "latest_checkpointed_iteration.txt"
-
-    def kill_after_two(progress: Progress) -> None:
-        if marker.exists() and marker.read_text().strip() in ("2", "3"):
-            raise _KilledError
-
-    try:
-        _run(device, folder, *saving, on_progress=kill_after_two)
-    except _KilledError:
-        saved = int(marker.read_text())
-    else:
-        raise CheckFailedError("the run ended before its second checkpoint was seen")
-    state = next((checkpoints / f"global_step_{saved}").rglob("loss_scale.json"), None)
-    require(state is not None, f"the checkpoint of step {saved} has no loss_scale.json")
-    rows = _run(device, folder, *saving)
-    _healthy(rows, steps=4)
-    log = (folder / "run" / "train-2.log").read_text()
-    require(f"global_step_{saved}, setting global step" in log, f"the run did not go on from step {saved}")
-    steps = [int(row["training/global_step"]) for row in rows]
-    require(steps == [1, 2, 3, 4], f"the metrics of both starts have the steps {steps}")
-    return {"saved_at": saved, "went_on_at": saved + 1, "loss_scale": json.loads(Path(str(state)).read_text())["scale"]}
-
-
 def _healthy(rows: Rows, steps: int) -> None:
     require(len(rows) == steps, f"{len(rows)} of {steps} steps were done")
     for row in rows:
@@ -130,20 +84,16 @@ def _healthy(rows: Rows, steps: int) -> None:
         require(row[K3_KL] < 0.1, f"{K3_KL} is {row[K3_KL]:g}: the rollout samples from another policy")
 
 
-def _run(device: str, folder: Path, *overrides: str, sleeps: bool = False, on_progress=lambda progress: None) -> Rows:
+def _run(device: str, folder: Path, *overrides: str, sleeps: bool = False) -> Rows:
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "prompts.jsonl"
     write_problems(data, "selftest", ((f"say {number}", "") for number in range(32)))
-    own = [
-        f"scale={'cpu' if device == 'cpu' else '1x1_gpu'}",
-        f"data.train_files={quoted(data)}",
-        f"data.val_files={quoted(data)}",
-        f"reward.custom_reward_function.path={quoted(__file__)}",
-    ]
+    own = [f"scale={'cpu' if device == 'cpu' else '1x1_gpu'}", f"reward.custom_reward_function.path={quoted(__file__)}"]
+    own += [f"data.{files}={quoted(data)}" for files in ("train_files", "val_files")]
     if device != "cpu":  # start-up is the check's time: no graphs; no profiling of memory that others may use as well
         rollout = "actor_rollout_ref.rollout"
         own += [f"{rollout}.enforce_eager=True", f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={2**30}"]
         own += [f"{rollout}.free_cache_engine={sleeps}", f"++{rollout}.enable_sleep_mode={sleeps}"]
     with workers_forked_on_cpu():
-        run_verl(RECIPE, [*own, *overrides], folder / "run", on_progress, goes_on=True)
+        run_verl(RECIPE, [*own, *overrides], folder / "run", lambda progress: None)
     return read_metrics(folder / "run" / "metrics.jsonl")

@@ -16,13 +16,7 @@ def selftest(
         list[str] | None, Option(help="Name of a check, or A or B for a part. Repeat the option for several.")
     ] = None,
     device: Annotated[str | None, Option(help="cuda or cpu. Default: the GPU, if torch sees one.")] = None,
-    parallel: Annotated[
-        int | None,
-        Option(min=1, help="Runs of part B at a time. Default: as many as memory holds, at most 3 (2 on a CPU)."),
-    ] = None,
-    output: Annotated[
-        Path | None, Option(help="Folder of the results. Checks that passed there are not repeated.")
-    ] = None,
+    output: Annotated[Path | None, Option(help="Folder of the results.")] = None,
 ) -> None:
     """Test whether this machine is fit for FP16 RL: updates with overflows, weight syncs, short runs, planted faults.
 
@@ -32,14 +26,14 @@ def selftest(
     """
     import torch
 
-    from verl_precision.tools.selftest.session import run_selftest, runs_that_fit, show_summary
+    from verl_precision.tools.selftest.session import run_selftest, show_summary
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cuda", "cpu"):
         raise BadParameter(f"--device {device}: allowed: cuda, cpu")
     folder = output or Path("outputs") / "selftest" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    with after_ctrl_c(f"every process has ended. --output {folder} continues"):
-        outcomes = run_selftest(folder, device, only or [], parallel or runs_that_fit(device), console)
+    with after_ctrl_c(f"every process has ended. Results until then: {folder}"):
+        outcomes = run_selftest(folder, device, only or [], console)
     show_summary(outcomes, console)
     say(f"Results: {folder}")
     raise Exit(1 if any(outcome.status == "failed" for outcome in outcomes) else 0)
