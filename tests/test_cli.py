@@ -187,7 +187,7 @@ GAP = "verl_precision.tools.gap"
     ("compare recipes/quickstart/quickstart.yaml", "verl_precision.tools.runs.compare.run.compare_runs"),
     ("mismatch --model m", f"{GAP}.pairs.session.measure_mismatch"),
     ("explain --model m", f"{GAP}.explain.session.explain"),
-    ("sanity-set x.jsonl --model m", "verl_precision.tools.sanity_set.session.build_sanity_set"),
+    ("sanity-set x.jsonl --model m", "verl_precision.tools.evaluate.sanity_set.build_sanity_set"),
     ("evaluate m --data x.jsonl --context 8 --dtype fp16", "verl_precision.tools.evaluate.session.evaluate"),
 ])  # fmt: skip
 def test_a_signal_ends_a_verb_as_ctrl_c_does_and_another_does_not_break_its_cleaning(

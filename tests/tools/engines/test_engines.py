@@ -1,6 +1,5 @@
-"""A model that cannot do the job is refused by name; seeds; requests spread over engines on Ray; vLLM's interface."""
+"""A model that cannot do the job is refused by name; seeds; requests spread over engines on Ray."""
 
-import inspect
 import signal
 import sys
 from functools import partial
@@ -12,16 +11,16 @@ from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchEr
 from verl_precision.base.seeds import response_seed
 from verl_precision.base.tiny_model import IM_START
 from verl_precision.tools.engines import model as model_module
-from verl_precision.tools.engines.engine import Request, Response
+from verl_precision.tools.engines.engine import Response, SampleRequest
+from verl_precision.tools.engines.engine_process import RayEngines
 from verl_precision.tools.engines.model import Model, find_model, load_tokenizer, tokenize
-from verl_precision.tools.engines.ray_engines import RayEngines
 
 CHAT = [{"role": "user", "content": "2+2="}]
 
 
 @pytest.mark.parametrize(("model", "words"), [
     ("no/such/folder", "no such folder, and not a hub name"),
-    ("organisation/modle", "not in the hub's cache on this machine"),
+    ("organisation/modle", "neither the hub nor its cache here has it"),
     ("tiny:gpt9", "Allowed: qwen3"),
     ("empty", "the folder has no config.json"),
     ("weightless", "the folder has no weights"),
@@ -119,7 +118,7 @@ def test_requests_come_back_once_from_two_engines_on_logical_gpus():
         assert engine.engines == 2
         engine.submit([])
         for share in (wanted[:9], wanted[9:]):  # a second one while the first is out
-            engine.submit([Request(problem, index, ()) for problem, index in share])
+            engine.submit([SampleRequest(problem, index, ()) for problem, index in share])
             assert max(engine._in_flight) - min(engine._in_flight) <= 1, "kept evenly full"
         back = []
         while responses := engine.poll():
@@ -129,13 +128,3 @@ def test_requests_come_back_once_from_two_engines_on_logical_gpus():
         assert ray.is_initialized()  # somebody else's: left running
     finally:
         ray.shutdown()
-
-
-def test_engine_takes_requests_and_gives_back_responses_as_they_end():
-    """The engine itself runs in tests/e2e."""
-    from vllm.inputs.engine import tokens_input
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    assert list(inspect.signature(LLMEngine.add_request).parameters)[1:4] == ["request_id", "prompt", "params"]
-    assert list(inspect.signature(LLMEngine.step).parameters) == ["self"]
-    assert tokens_input([1, 2]) == {"type": "token", "prompt_token_ids": [1, 2]}

@@ -109,19 +109,12 @@ def markdown(
     versions: Mapping[str, str],
 ) -> str:
     """Return the tables with what is needed to make them again."""
-    places = list(dict.fromkeys((each.data, each.context) for each in found))
-    by_place = {(each.data, each.context, each.dtype): _percent(each.average, each.error) for each in found}
     k = evaluation.responses
     about = (
         f"{evaluation.model}; {k} responses to each problem, temperature {evaluation.temperature:g}, top_p "
         f"{evaluation.top_p:g}, seed {evaluation.seed}; reward {evaluation.reward}."
     )
-    lines = [f"avg@{k} in percent, ± its standard error over problems:", ""]
-    lines += markdown_table(
-        ["dtype", *(f"{data} ({context})" for data, context in places)],
-        [[dtype, *(by_place[data, context, dtype] for data, context in places)] for dtype in evaluation.dtypes],
-    )
-    columns = (f"avg@{k}", f"pass@{k}", "truncated", "mean tokens", "problems")
+    columns = ["data", "context", "dtype", f"avg@{k}", f"pass@{k}", "truncated", "mean tokens", "problems"]
     rows = [
         [
             *(each.data, str(each.context), each.dtype, _percent(each.average, each.error), _percent(each.passed)),
@@ -129,7 +122,7 @@ def markdown(
         ]
         for each in found
     ]
-    lines += ["", *markdown_table(["data", "context", "dtype", *columns], rows)]
+    lines = ["Accuracies in percent, ± the standard error over problems:", "", *markdown_table(columns, rows)]
     if changes:
         rows = [
             [each.data, str(each.context), f"{each.dtype} - {each.reference}", _percent(each.average, each.error, "+")]

@@ -7,7 +7,7 @@ are kept; a torn last line (killed while writing) is cut off, so that its respon
 import fcntl
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -25,11 +25,11 @@ Key = tuple[str, int]  # (problem, index of the response)
 class Journal:
     """The file, open for this process alone."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], outputs: Collection[str] | None = None) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         """Open the journal of a job to continue it, or begin one; the job's folder is made.
 
         `settings` are everything that decides which responses are drawn and how they are judged, as JSON values. A
-        folder without a journal that has one of the `outputs`, or with None any file, belongs to somebody else.
+        folder that has files and no journal belongs to somebody else.
 
         Raises:
             ConfigurationError: If the folder is not this job's, or another process works in it.
@@ -38,7 +38,7 @@ class Journal:
         self.path = folder / JOURNAL
         require_regular(self.path)
         if not self.path.exists():
-            _require_free(folder, outputs)
+            _require_free(folder)
             folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as closed_on_error:
             self._file = closed_on_error.enter_context(open(self.path, "a+b"))
@@ -117,12 +117,10 @@ class Journal:
             raise ConfigurationError(problem, allowed=allowed, remedy="Give those, or a new --output.")
 
 
-def _require_free(folder: Path, outputs: Collection[str] | None) -> None:
+def _require_free(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError("it is a file", setting="--output", value=folder, allowed="a folder")
-    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    taken = [name for name in found if outputs is None or name in outputs]
-    if taken:
-        problem = f"it has {taken[0]} and no {JOURNAL}, so no job can be continued in it; nothing was written"
+    if found := sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []:
+        problem = f"it has {found[0]} and no {JOURNAL}, so no job can be continued in it; nothing was written"
         allowed = "a new folder, an empty one, or that of an earlier job"
         raise ConfigurationError(problem, setting="--output", value=folder, allowed=allowed)

@@ -17,7 +17,7 @@ import numpy as np
 from verl_precision.base.errors import CheckpointStateError
 from verl_precision.base.seeds import response_seed
 from verl_precision.base.settings import recorded
-from verl_precision.tools.engines.engine import Request, Response
+from verl_precision.tools.engines.engine import Response, SampleRequest
 from verl_precision.tools.jobs.job import PROMPTS, Job, Tasks, recorded_versions
 from verl_precision.tools.jobs.journal import START_AGAIN, Journal, Key
 from verl_precision.tools.jobs.settings import PromptedJob
@@ -38,19 +38,23 @@ class Store:
             series = record["rollout"], record.get("train")
             self.positions[series][record["problem"], record["response"]] = position
 
-    def log_probs(self, rollout: str, train: str, keys: Sequence[Key]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return lengths [B], log π [N] and log μ [N] of some responses, in float64, with N = Σ lengths."""
+    def log_probs(self, rollout: str, train: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return lengths [B] of all responses, log π [N] and log μ [N] of their tokens, in float64."""
         mu, pi = (
-            [np.array(self.journal.read(self.positions[series][key])["log_probs"], np.float32) for key in keys]
+            [np.array(self.journal.read(self.positions[series][key])["log_probs"], np.float32) for key in self.keys]
             for series in ((rollout, None), (rollout, train))
         )
-        for (prompt, response), sampled, scored in zip(keys, mu, pi, strict=True):
+        for (prompt, response), sampled, scored in zip(self.keys, mu, pi, strict=True):
             if len(sampled) != len(scored):
                 problem = f"{self.journal.path}: response {response} to prompt {prompt} has {len(sampled)} tokens in "
                 problem += f"{rollout}, and {len(scored)} scores in {train}"
                 raise CheckpointStateError(problem, allowed="one score a token", remedy=START_AGAIN)
         lengths = np.array([len(values) for values in mu])
         return lengths, np.concatenate(pi).astype(np.float64), np.concatenate(mu).astype(np.float64)
+
+    def drawn(self, key: Key, rollout: str) -> list[int]:
+        """Return the token ids that a rollout drew."""
+        return self.journal.read(self.positions[rollout, None][key])["token_ids"]
 
     def routed_experts(self, rollout: str, train: str | None, key: Key) -> np.ndarray | None:
         """Return which experts computed a response, int16 [tokens - 1, layers, top_k]; None if not recorded."""
@@ -79,13 +83,13 @@ class Series(Tasks):
         what = what or f"responses sampled in {rollout}" + (f", scored in {train}" if train else "")
         super().__init__(what, store.keys if keys is None else keys, self._positions)
 
-    def _request(self, problem: str, response: int) -> Request:
+    def _request(self, problem: str, response: int) -> SampleRequest:
         store, prompt = self._store, self._store.prompt_ids[int(problem)]
         if self._train is None:
             seed = response_seed(store.job.seed, problem, response)
-            return Request(problem, response, prompt, store.job.max_response_tokens, seed)
-        sample = store.journal.read(store.positions[self._rollout, None][problem, response])
-        return Request(problem, response, prompt, response_token_ids=tuple(sample["token_ids"]))
+            return SampleRequest(problem, response, prompt, store.job.max_response_tokens, seed)
+        drawn = store.drawn((problem, response), self._rollout)
+        return SampleRequest(problem, response, prompt, response_token_ids=tuple(drawn))
 
     def record(self, response: Response) -> None:
         """Write a sample or a score, then count it."""

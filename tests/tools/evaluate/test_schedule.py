@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError
-from verl_precision.tools.sanity_set.schedule import Schedule, Verdict, Window
+from verl_precision.tools.evaluate.schedule import Schedule, Verdict, Window
 
 N = 40
 
