@@ -134,5 +134,5 @@ def test_a_score_of_another_response_is_refused(store):
 
 def test_a_damaged_record_is_refused(store):
     store.journal.append({"rollout": "fp16", "problem": "0", "response": 0})
-    with pytest.raises(CheckpointStateError, match="line 2: log_probs is None"):
+    with pytest.raises(CheckpointStateError, match="line 2: it is no JSON object with .*log_probs"):
         reopened(store)

@@ -7,7 +7,6 @@ gives all memory back.
 """
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -132,10 +131,8 @@ class RayEngines:
         self._actors: list[Any] = []
         self._polls: dict[Any, int] = {}  # answer to come -> index of its engine
         if self._started_here:
-            heard = signal.getsignal(signal.SIGTERM)
             try:
                 ray.init(address=address, log_to_driver=False)
-                signal.signal(signal.SIGTERM, heard)  # Ray sets a handler of its own
             except (ConnectionError, ValueError) as error:
                 problem = f"--ray-address {address}: no Ray cluster answers there ({error})"
                 remedy = "Start one with `ray start --head`, or leave --ray-address out."

@@ -30,42 +30,37 @@ Outcomes = dict[str, dict[Key, Drawn]]  # by dtype
 
 
 @dataclass(frozen=True, eq=False)
-class Accuracy:
-    """One data set in one dtype and one context."""
+class Difference:
+    """What a dtype gives for a data set in a context, beyond another dtype."""
 
     data: str
     context: int
     dtype: str
+    reference: str  # dtype that is taken away; empty where none is
     shares_P: np.ndarray  # xᵢ
-    truncated: float  # share of the responses that the context cut
-    mean_tokens: float  # of a response
 
     @property
     def average(self) -> float:
-        """avg@k."""
+        """avg@k, or its difference."""
         return float(self.shares_P.mean())
 
     @property
     def error(self) -> float:
-        """Standard error of avg@k over problems; NaN for a single one."""
+        """Standard error of it over problems; NaN for a single one."""
         return standard_error(self.shares_P)
+
+
+@dataclass(frozen=True, eq=False)
+class Accuracy(Difference):
+    """One data set in one dtype and one context."""
+
+    truncated: float  # share of the responses that the context cut
+    mean_tokens: float  # of a response
 
     @property
     def passed(self) -> float:
         """pass@k: share of the problems with a correct response."""
         return float((self.shares_P > 0).mean())
-
-
-@dataclass(frozen=True)
-class Difference:
-    """What another dtype changes for the same checkpoint, data set and context."""
-
-    data: str
-    context: int
-    dtype: str
-    reference: str  # dtype that is taken away
-    average: float  # avg@k of `dtype` minus that of `reference`
-    error: float  # standard error over problems
 
 
 def standard_error(values_P: np.ndarray) -> float:
@@ -87,18 +82,17 @@ def accuracies(
                 tokens_PK = np.array([[each.tokens for each in row] for row in drawn])
                 cut_PK = np.array([[each.cut for each in row] for row in drawn]) | (tokens_PK > room_P[:, None])
                 tokens = float(np.minimum(tokens_PK, room_P[:, None]).mean())
-                found.append(Accuracy(data, context, dtype, correct_PK.mean(axis=1), float(cut_PK.mean()), tokens))
+                found.append(Accuracy(data, context, dtype, "", correct_PK.mean(axis=1), float(cut_PK.mean()), tokens))
     return found
 
 
 def differences(found: Sequence[Accuracy]) -> list[Difference]:
     """Return the paired difference of each two dtypes, the later one minus the earlier one."""
-    changes = []
-    for earlier, later in combinations(found, 2):
-        if (earlier.data, earlier.context) == (later.data, later.context):
-            change_P, place = later.shares_P - earlier.shares_P, (later.data, later.context, later.dtype)
-            changes.append(Difference(*place, earlier.dtype, float(change_P.mean()), standard_error(change_P)))
-    return changes
+    return [
+        Difference(later.data, later.context, later.dtype, earlier.dtype, later.shares_P - earlier.shares_P)
+        for earlier, later in combinations(found, 2)
+        if (earlier.data, earlier.context) == (later.data, later.context)
+    ]
 
 
 def markdown(
@@ -145,7 +139,7 @@ def summary(
 ) -> dict[str, Any]:
     """Return everything measured for JSON, the share of correct responses to each problem included."""
 
-    def fields(each: Accuracy | Difference, *more: str) -> dict[str, Any]:
+    def fields(each: Difference, *more: str) -> dict[str, Any]:
         shown = {name: getattr(each, name) for name in ("data", "context", "dtype", "average", *more)}
         return shown | {"standard_error": finite(each.error)}
 

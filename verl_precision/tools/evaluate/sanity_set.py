@@ -1,12 +1,10 @@
 """A sanity set from end to end: problems and prompts, responses, files."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.tools.engines.engine import Response, SampleRequest, SamplerSettings
@@ -23,23 +21,6 @@ BINS = 10
 _FIELDS = {"problem": str, "response": int, "correct": bool, "tokens": int}
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The result in numbers."""
-
-    rows: int  # of the data set
-    duplicates: int  # rows that repeat another; they are sampled and written once
-    unreadable: int  # problems left out because their answer cannot be parsed
-    overlong: int  # problems left out because their prompt is too long
-    kept: int
-    too_easy: int  # problems dropped above the window
-    too_hard: int  # problems dropped below it
-    responses_drawn: int
-    responses_saved: int  # responses not drawn, because the verdict was decided
-    tokens_drawn: int
-    histogram: list[int]  # problems by accuracy over the responses drawn, in ten bins from 0 to 1
-
-
 class _Responses(Schedule, Tasks):
     """What the schedule hands out: each response is judged, written to the journal, and counted."""
 
@@ -49,7 +30,8 @@ class _Responses(Schedule, Tasks):
         for _, record in journal.records(_FIELDS):
             self.count(*(record[name] for name in _FIELDS))
 
-    def progress(self) -> str:
+    @property
+    def words(self) -> str:
         return f"problems decided, {self.drawn} responses"
 
     def next_requests(self, limit: int) -> list[SampleRequest]:
@@ -61,8 +43,8 @@ class _Responses(Schedule, Tasks):
         self.count(*response.key, correct, response.length)
 
 
-def build_sanity_set(settings: SanitySet, console: Console) -> Summary:
-    """Draw, decide, and write kept.parquet, summary.json and accuracy.png; refuse a window that keeps no problem.
+def build_sanity_set(settings: SanitySet, console: Console) -> dict[str, Any]:
+    """Draw, decide, and write kept.parquet and summary.json, whose summary is returned; refuse to keep no problem.
 
     Options that cannot work are refused before an engine starts. If an engine fails, what was drawn is kept.
     """
@@ -73,7 +55,7 @@ def build_sanity_set(settings: SanitySet, console: Console) -> Summary:
     if not problems:
         problem, allowed = "every prompt is longer", f"{min(lengths.values())} or more"
         raise ConfigurationError(problem, setting="--max-prompt-length", value=most, allowed=allowed)
-    of_job = {"low": str(settings.low), "high": str(settings.high), "data": data.digest}
+    of_job: dict[str, Any] = {"low": str(settings.low), "high": str(settings.high), "data": data.digest}
     of_job |= {"responses_from": judging.model.fingerprint, "temperature": 1.0, "top_p": 1.0}
     with job.journal(judging.settings() | of_job) as journal:
         schedule = _Responses(settings, journal, judging, problems)
@@ -84,72 +66,42 @@ def build_sanity_set(settings: SanitySet, console: Console) -> Summary:
             more={"generation_config": "vllm"},  # a model's own may name further tokens that end a response
         )
         job.complete(f"sample-{settings.dtype}", [schedule], partial(VllmEngine, sampler))
-        summary = summarise(data, schedule, sum(judging.left_out.values()), len(lengths) - len(problems))
+        summary = summarise(data, schedule)
+        summary |= {"unreadable": sum(judging.left_out.values()), "overlong": len(lengths) - len(problems)}
         verdicts = {
             name: {"correct": tally.correct_count, "drawn": tally.drawn, "verdict": schedule.verdict(name).value}
             for name, tally in schedule.tallies.items()
         }
-        job.write({"summary": asdict(summary), "problems": verdicts})
-        write_figure(job.folder / "accuracy.png", schedule, f"{settings.title} on {settings.data.stem}")
-        console.print(table(summary))
-        if not summary.kept:
+        job.write({"summary": summary, "problems": verdicts})
+        rows = [(name.replace("_", " "), str(value)) for name, value in summary.items()]
+        console.print(terminal_table(["sanity set", ""], rows, framed=True))
+        if not summary["kept"]:
             problem = f"{settings.window} keeps none of {len(schedule.tallies)} problems, of which so many have an "
-            problem += f"accuracy from 0 to 10%, to 20%, ...: {', '.join(map(str, summary.histogram))}"
+            problem += f"accuracy from 0 to 10%, to 20%, ...: {', '.join(map(str, summary['histogram']))}"
             remedy = "Choose a window where there are problems; or check --reward and the prompts if all are 0."
             raise ConfigurationError(problem, remedy=remedy)
         data.write(job.folder / "kept.parquet", schedule.kept())
-    job.show_written(["kept.parquet", "summary.json", "accuracy.png"])
+    job.show_written(["kept.parquet", "summary.json"])
     return summary
 
 
-def summarise(data: DataSet, schedule: Schedule, unreadable: int, overlong: int) -> Summary:
+def summarise(data: DataSet, schedule: Schedule) -> dict[str, Any]:
     """Return the result of a schedule whose verdicts are all decided."""
     window, tallies = schedule.window, schedule.tallies.values()
     dropped = [tally for name, tally in schedule.tallies.items() if schedule.verdict(name) is Verdict.DROPPED]
     too_easy = sum(tally.correct_count > window.most for tally in dropped)
-    histogram = [0] * BINS
+    histogram = [0] * BINS  # problems by accuracy over the responses drawn, from 0 to 1
     for tally in tallies:
         if tally.drawn:  # a window from 0 to 1 keeps all, and none is drawn
             histogram[min(tally.correct_count * BINS // tally.drawn, BINS - 1)] += 1
-    return Summary(
-        rows=data.table.num_rows,
-        duplicates=data.table.num_rows - len(data.problems),
-        unreadable=unreadable,
-        overlong=overlong,
-        kept=len(tallies) - len(dropped),
-        too_easy=too_easy,
-        too_hard=len(dropped) - too_easy,
-        responses_drawn=schedule.drawn,
-        responses_saved=len(tallies) * window.responses - schedule.drawn,
-        tokens_drawn=sum(tally.tokens for tally in tallies),
-        histogram=histogram,
-    )
-
-
-def table(summary: Summary) -> Table:
-    """Return the result as a table for the terminal."""
-    responses = summary.responses_drawn + summary.responses_saved
-    rows = {
-        "kept": str(summary.kept),
-        "too easy / too hard": f"{summary.too_easy} / {summary.too_hard}",
-        "responses drawn": f"{summary.responses_drawn} of {responses}, of {summary.tokens_drawn} tokens",
-        "saved by deciding early": f"{summary.responses_saved} ({summary.responses_saved / responses:.0%})",
-        "duplicate rows, taken once": str(summary.duplicates),
-        "left out: answer cannot be parsed": str(summary.unreadable),
-        "left out: prompt too long": str(summary.overlong),
+    return {
+        "rows": data.table.num_rows,
+        "duplicates": data.table.num_rows - len(data.problems),  # they are sampled and written once
+        "kept": len(tallies) - len(dropped),
+        "too_easy": too_easy,
+        "too_hard": len(dropped) - too_easy,
+        "responses_drawn": schedule.drawn,
+        "responses_saved": len(tallies) * window.responses - schedule.drawn,  # the verdict was decided without them
+        "tokens_drawn": sum(tally.tokens for tally in tallies),
+        "histogram": histogram,
     }
-    return terminal_table(["sanity set", ""], [row for row in rows.items() if row[1] != "0"], framed=True)
-
-
-def write_figure(path: Path, schedule: Schedule, title: str) -> None:
-    """Write the histogram of accuracies as PNG, the window shaded."""
-    from verl_precision.tools.show.figures import new_figure, style, write_png
-
-    accuracies = [tally.correct_count / tally.drawn for tally in schedule.tallies.values() if tally.drawn]
-    figure = new_figure(5.2, 3.4)
-    axis = figure.subplots()
-    axis.axvspan(float(schedule.window.low), float(schedule.window.high), alpha=0.15, label="kept")
-    axis.hist(accuracies, bins=2 * BINS, range=(0, 1))
-    style(axis, "accuracy over the responses drawn", "problems")
-    axis.legend(frameon=False)
-    write_png(path, figure, title)

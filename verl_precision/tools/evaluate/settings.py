@@ -4,25 +4,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from verl_precision.base.dtypes import Dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.settings import command_option, option, require_each_once, settings
 from verl_precision.tools.evaluate.schedule import Window
 from verl_precision.tools.jobs.settings import JobSettings
-
-
-def _share(value: Fraction | str) -> Fraction:
-    text = str(value)
-    try:
-        return Fraction(text[:-1]) / 100 if text.endswith("%") else Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        raise PydanticCustomError("share", "a share such as 0.2, 20% or 1/5") from None
-
-
-Share = Annotated[Fraction, BeforeValidator(_share)]
 
 
 @settings(command_option, kw_only=True)
@@ -82,8 +70,8 @@ class SanitySet(JudgedJob):
     responses_per_problem: int = option(
         "--responses-per-problem", "-n", default=Window.responses, help="Number of responses.", ge=1
     )
-    low: Share = option(default=Window.low, help="Lowest accuracy kept.")
-    high: Share = option(default=Window.high, help="Highest accuracy kept.")
+    low: Fraction = option(default=Window.low, help="Lowest accuracy kept, e.g. 0.2 or 1/5.")
+    high: Fraction = option(default=Window.high, help="Highest accuracy kept.")
     dtype: Dtype = option(default="fp16", help="Dtype of the engine.")
     max_prompt_length: int = option(default=1024, help="Largest number of tokens; longer prompts are left out.", ge=1)
     max_response_length: int = option(default=6976, help="Largest number of tokens; longer responses are cut.", ge=1)

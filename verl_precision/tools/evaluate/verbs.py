@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from verl_precision.cli.verb import ENGINES, FIGURES, run_job, verb
+from verl_precision.cli.verb import ENGINES, run_job, verb
 
 
 @verb("verl_precision.tools.evaluate.settings:Evaluation", needs=ENGINES)
@@ -21,13 +21,13 @@ def evaluate(given: dict[str, Any]) -> None:
     run_job(job, session.evaluate)
 
 
-@verb("verl_precision.tools.evaluate.settings:SanitySet", needs=(*FIGURES, *ENGINES))
+@verb("verl_precision.tools.evaluate.settings:SanitySet", needs=ENGINES)
 def sanity_set(given: dict[str, Any]) -> None:
     """Keep the problems a model solves sometimes: the data set of the sanity test (section 4 of the paper).
 
     Draws responses at temperature 1 and top_p 1, and keeps the problems with an accuracy from --low to --high. Sampling
     stops for a problem once its verdict is decided. Every response is on disk before it counts: after an interruption,
-    the same command continues. Writes kept.parquet, summary.json and accuracy.png.
+    the same command continues. Writes kept.parquet and summary.json.
     """
     from verl_precision.tools.evaluate.settings import SanitySet
 

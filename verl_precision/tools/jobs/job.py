@@ -44,6 +44,11 @@ class Tasks:
         """How much is done; the tasks are finished when this is `total`."""
         return len(self._finished)
 
+    @property
+    def words(self) -> str:
+        """What `done` counts."""
+        return self._words
+
     def next_requests(self, limit: int) -> list[SampleRequest]:
         """Return up to so many requests, each once."""
         return [self._request(*key) for key in islice(self._unasked, limit)]
@@ -54,10 +59,6 @@ class Tasks:
     def record(self, response: Response) -> None:
         """Write a response to the journal, then count it."""
         raise NotImplementedError
-
-    def progress(self) -> str:
-        """Say in words what `done` counts."""
-        return self._words
 
 
 class Job:
@@ -116,9 +117,9 @@ def work_through(engine: EngineProcess | RayEngines, tasks: Tasks, in_flight: in
         task = bar.add_task("", total=tasks.total)
         while True:
             finished, now = tasks.done == tasks.total, time.monotonic()
-            bar.update(task, completed=tasks.done, description=tasks.progress())
+            bar.update(task, completed=tasks.done, description=tasks.words)
             if not console.is_terminal and (finished or now >= said + _SECONDS_BETWEEN_LINES):
-                console.print(f"{tasks.done}/{tasks.total} {tasks.progress()}", highlight=False)
+                console.print(f"{tasks.done}/{tasks.total} {tasks.words}", highlight=False)
                 said = now
             if finished:
                 return

@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,8 @@ class Journal:
         """Open the journal of a job to continue it, or begin one; the job's folder is made.
 
         `settings` are everything that decides which responses are drawn and how they are judged, as JSON values. A
-        folder that has files and no journal belongs to somebody else.
-
-        Raises:
-            ConfigurationError: If the folder is not this job's, or another process works in it.
-            CheckpointStateError: If it is no journal.
+        folder that belongs to somebody else, or in which another process works, is a `ConfigurationError`; a file that
+        is no journal is a `CheckpointStateError`.
         """
         self.path = folder / JOURNAL
         require_regular(self.path)
@@ -45,9 +41,11 @@ class Journal:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                problem, allowed = f"{self.path}: another process is writing it", "one process for each --output"
-                remedy = "Wait for it, or give another --output."
-                raise ConfigurationError(problem, allowed=allowed, remedy=remedy) from None
+                problem, remedy = (
+                    f"{self.path}: another process is writing it",
+                    "Wait for it, or give another --output.",
+                )
+                raise ConfigurationError(problem, remedy=remedy) from None
             self._file.seek(0)
             lines = [len(line) for line in self._file if line.endswith(b"\n")]
             self.resumed, complete = len(lines) - 1, sum(lines)  # records that were there
@@ -75,37 +73,31 @@ class Journal:
 
     def records(self, fields: Mapping[str, type]) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield position and content of each record; one without such fields of these types is an error."""
-        for number, position, record in islice(self._objects(), 1, None):
-            for name, kind in fields.items():
-                if type(record.get(name)) is not kind:
-                    raise self._damaged(number, f"{name} is {record.get(name)!r} and not of type {kind.__name__}")
-            yield position, record
+        position = 0
+        with self.path.open("rb") as content:
+            for number, line in enumerate(content, start=1):
+                if number > 1:
+                    yield position, self._record(number, line, fields)
+                position += len(line)
 
     def close(self) -> None:
         """Close the file and let others have it."""
         self._file.close()
 
-    def _objects(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """Yield number, position and object of each line."""
-        position = 0
-        with self.path.open("rb") as content:
-            for number, line in enumerate(content, start=1):
-                try:
-                    value = json.loads(line)
-                except ValueError:
-                    value = None
-                if not isinstance(value, dict):
-                    raise self._damaged(number, f"it is not a JSON object: {line[:60]!r}")
-                yield number, position, value
-                position += len(line)
-
-    def _damaged(self, line: int, problem: str) -> CheckpointStateError:
-        return CheckpointStateError(f"{self.path}, line {line}: {problem}", remedy=START_AGAIN)
+    def _record(self, number: int, line: bytes, fields: Mapping[str, type]) -> dict[str, Any]:
+        """Return the object of a line, which has these fields."""
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or any(type(record.get(name)) is not kind for name, kind in fields.items()):
+            problem = f"it is no JSON object with {', '.join(fields)} of the right types: {line[:60]!r}"
+            raise CheckpointStateError(f"{self.path}, line {number}: {problem}", remedy=START_AGAIN)
+        return record
 
     def _require_same(self, now: Mapping[str, Any]) -> None:
-        then = next(self._objects())[2].get("settings")
-        if not isinstance(then, dict):
-            raise self._damaged(1, "no settings, so it is not a journal of this command")
+        with self.path.open("rb") as content:
+            then = self._record(1, content.readline(), {"settings": dict})["settings"]
         changes = "; ".join(
             f"{name}: {repr(then.get(name))[:_SHOWN]} there, {repr(now.get(name))[:_SHOWN]} now"
             for name in {**then, **now}
@@ -113,8 +105,7 @@ class Journal:
         )
         if changes:
             problem = f"{self.path} was begun with other settings ({changes}), and both would not be one experiment"
-            allowed = "the settings that it was begun with"
-            raise ConfigurationError(problem, allowed=allowed, remedy="Give those, or a new --output.")
+            raise ConfigurationError(problem, remedy="Give those that it was begun with, or a new --output.")
 
 
 def _require_free(folder: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow
 from pyarrow import parquet
@@ -151,7 +151,7 @@ def _is_chat(value: Any) -> bool:
 
 
 def _problem(path: Path, row: int, values: dict[str, Any]) -> Problem:
-    prompt, source, rewarded = (values.get(name) for name in _REQUIRED)
+    prompt, source, rewarded = (cast(Any, values.get(name)) for name in _REQUIRED)
     truth = rewarded.get("ground_truth") if isinstance(rewarded, dict) else None
     right = (_is_chat(prompt), source and isinstance(source, str), truth is not None)
     for (field, allowed), fits in zip(_REQUIRED.items(), right, strict=True):

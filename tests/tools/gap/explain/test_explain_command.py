@@ -14,12 +14,10 @@ from rich.console import Console
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.tools.gap.explain import session
-from verl_precision.tools.gap.explain.judge import Routing, judge, with_routing
+from verl_precision.tools.gap.explain.judge import Routing, judge
 from verl_precision.tools.gap.explain.settings import Explanation
 from verl_precision.tools.gap.explain.variants import REPLAYED, variants
 from verl_precision.tools.kept_tokens.kept_file import append
-
-JOB = Explanation(model="tiny:qwen3_moe", max_prompts=3, packed=True)
 
 
 @pytest.fixture
@@ -76,19 +74,6 @@ def test_tokens_that_a_second_drawing_changes_are_left_out(explain, made_up):
     assert "3 tokens have no finite log-prob" in shown
 
 
-def test_parts_are_rounding_and_routing():
-    chain = variants(JOB, routed=True)[:3]
-    rounding, routing = [0.0, 0.01, 0.03], [0.0, 0.2, 0.5]  # of each variant, from the rollout on
-    log_probs = {one.name: np.array([-1 + a + b]) for one, a, b in zip(chain, rounding, routing, strict=True)}
-    choices = {one.name: np.array([-7 + b]) for one, b in zip(chain, routing, strict=True)}
-    longer, found = with_routing(chain, log_probs, Routing(choices, 0.1), kept=())
-    assert [one.cause for one in longer] == [*(one.cause for one in chain), "routing"]
-    assert np.diff(np.concatenate(found)) == pytest.approx([0.01, 0.02, 0.5])
-    assert found[-1] == log_probs[chain[-1].name], "the whole is what it was"
-    _, found = with_routing(chain, log_probs, Routing(choices, 0.1), kept={chain[1].cause})
-    assert np.diff(np.concatenate(found)) == pytest.approx([0.21, 0.02, 0.3]), "its choices are its own"
-
-
 def test_a_fault_keeps_what_it_does_to_the_choices():
     """Other weights choose other experts, and so does a wrong kernel: neither is a fault of the routers."""
     job = Explanation(model="m", prompts="p", rollout_model="older")
@@ -128,7 +113,7 @@ def choosing(other):
 @pytest.mark.parametrize(("other", "cost", "changed"), [(2, 0.3, 0.5), (0, 0.0, 0.0)])
 def test_other_choices_are_a_cause(explain, made_up, other, cost, changed):
     made_up.answer = choosing(other)
-    result, _, _ = explain(model=JOB.model, packed=True)
+    result, _, _ = explain(model="tiny:qwen3_moe", packed=True)
     routing = next(each for each in result.findings if each.variant.cause == "routing")
     assert routing.part.size == pytest.approx(cost / 2, abs=1e-6), "the first of two tokens"
     assert routing.evidence == f"{changed:.2%} of the choices differ between rollout and trainer"

@@ -1,6 +1,6 @@
 """One change a variant; parts add up to the gap, token by token; more than rounding is a fault, and comes first."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -83,12 +83,6 @@ def test_rounding_is_no_fault():
     assert [each.variant.cause for each in advice(result)] == ["rollout_precision"]
 
 
-def test_a_part_that_rounds_to_nothing_has_no_sign():
-    result = judged(rollout_precision=COST)
-    undone = replace(result.findings[0], part=Part(nats=0.0, k3=-1e-9, size=0.0, without=0.0, equal=1.0))
-    assert rows(replace(result, findings=[undone]))[0][4] == "0.0%"
-
-
 @pytest.mark.parametrize(("job", "cause", "size"), [
     ({}, "decode", 3 * COST),
     ({}, "rollout_precision", 3 * COST),
@@ -125,12 +119,6 @@ def test_fp32_sums_round_at_every_term():
     assert (longest_sum(experts), longest_sum({})) == (2048, 1)
 
 
-def test_two_faults_are_both_named():
-    result = judged(engine=1e-3, layout=5 * COST)
-    assert [each.variant.cause for each in result.findings[:2]] == ["layout", "engine"]
-    assert len(advice(result)) == 2
-
-
 WHOLE = {
     "rollout_model": "tiny:llama", "rollout_dtype": "fp16", "train_dtype": "bf16", "top_p": 0.8, "packed": True,
     "attention": "flash_attention_2", "fp32_log_probs": False, "fp32_output_head": True, "prefix_caching": True,
@@ -151,14 +139,8 @@ def test_whole_path():
     chain = variants(job(**WHOLE))
     assert [one.cause for one in chain[1:]] == [cause for cause in CAUSES if cause not in ELSEWHERE]
     assert len({one.name for one in chain}) == len(chain)
-    assert chain[0].draws and chain[-1].attention == "flash_attention_2" and chain[-1].packed
-
-
-def test_plain_pairs():
-    causes = {dtype: [one.cause for one in variants(job(rollout_dtype=dtype, train_dtype=dtype))[1:]]
-              for dtype in ("fp32", "bf16")}  # fmt: skip
-    assert causes["fp32"] == ["decode", "batch", "engine", "layout"]
-    assert causes["bf16"] == ["decode", "batch", "rollout_precision", "engine", "trainer_precision", "layout"]
+    plain = [one.cause for one in variants(job(rollout_dtype="fp32", train_dtype="fp32"))[1:]]
+    assert plain == ["decode", "batch", "engine", "layout"]
 
 
 def test_exact_arithmetic_is_between_the_engines_or_everywhere():

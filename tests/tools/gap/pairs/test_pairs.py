@@ -161,18 +161,3 @@ def test_all_log_probs_of_some_positions_are_compared(measured, made_up, tmp_pat
     summary = json.loads((tmp_path / "job" / "summary.json").read_text())["pairs"][0]
     assert (summary["vocabulary_equal"], summary["vocabulary_compared"]) == (28, 32)
     assert len(made_up.seen) == 2 * (4 + 4) and not [*(tmp_path / "job").glob("*.npy")]
-
-
-def test_other_settings_and_prompts_are_refused(measured, tmp_path, monkeypatch):
-    measured()
-    before = (tmp_path / "job" / "journal.jsonl").read_bytes()
-    for changes, words in (
-        ({"responses": 4, "attention": "flash_attention_2"}, "responses: 3 there, 4 now"),
-        ({"rollout_dtypes": ("bf16",)}, r"rollout_dtypes: \['fp16', 'bf16'\] there, \['bf16'\] now"),
-    ):
-        with pytest.raises(ConfigurationError, match=words):
-            measured(**changes)
-    monkeypatch.setattr(session, "prompt_tokens", lambda *_: [(1, 2)] * 2)
-    with pytest.raises(ConfigurationError, match="prompt_token_ids: "):
-        measured()
-    assert (tmp_path / "job" / "journal.jsonl").read_bytes() == before

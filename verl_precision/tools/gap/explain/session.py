@@ -65,7 +65,7 @@ def explain(
     else:
         prompt_ids, kept = kept_rollout(job, models["rollout"], routed)
         fingerprints["tokens_fingerprint"] = hashlib.sha256(repr((prompt_ids, kept)).encode()).hexdigest()[:16]
-    engines = _Engines(job, models, max(map(len, prompt_ids)) + response_tokens, vllm, trainer)
+    length = max(map(len, prompt_ids)) + response_tokens
     chain = variants(job, routed)
     wanted = list(dict.fromkeys([*chain, *reference(job, chain)]))
     with open_store(under_way, job, prompt_ids, **fingerprints) as store:
@@ -76,7 +76,8 @@ def explain(
 
         def fill(works: Sequence[Tasks], variant: Variant) -> None:
             if any(work.done < work.total for work in works):  # else its weights are not made
-                under_way.complete(variant.name, works, engines.build(variant))
+                build = _engine(job, variant, models[variant.model].name, length, vllm, trainer)
+                under_way.complete(variant.name, works, build)
 
         by_process: dict[Variant, list[Variant]] = {}
         for one in wanted:
@@ -134,44 +135,34 @@ def kept_rollout(job: Explanation, model: Model, routed: bool) -> tuple[list[tup
     return [tuple(one.prompt_ids.tolist()) for one in kept], responses
 
 
-class _Engines:
-    """What builds the engine of a variant, in a process of its own."""
-
-    def __init__(
-        self, job: Explanation, models: dict[str, Model], length: int, vllm: Callable, trainer: Callable
-    ) -> None:
-        self._job, self._models, self._length, self._vllm, self._trainer = job, models, length, vllm, trainer
-
-    def build(self, variant: Variant) -> partial:
-        """Return what makes the engine; weights that it needs are written."""
-        job, of_both = self._job, {"model": self._weights(variant), "dtype": variant.dtype}
-        of_both["arithmetic"] = variant.arithmetic
-        if variant.engine == "vllm":
-            # vLLM divides what it draws alone; so that scores are divided too, the logits are.
-            temperature, divisor = (1.0, job.temperature) if variant.tempered else (job.temperature, 1.0)
-            more = {
-                "logprobs_mode": "processed_logprobs" if variant.processed else "raw_logprobs",
-                "enforce_eager": not variant.compiled,
-                "enable_prefix_caching": variant.cached,
-                "enable_chunked_prefill": variant.cached,
-                "enable_return_routed_experts": bool(variant.routing),
-            }
-            return partial(self._vllm, SamplerSettings(
-                **of_both, max_model_len=self._length, log_probs=True, temperature=temperature, top_p=job.top_p,
-                top_k=job.top_k, divide_logits_by=divisor, more=more,
-            ))  # fmt: skip
-        return partial(self._trainer, ScorerSettings(
-            **of_both, attention=variant.attention, micro_batch_tokens=job.micro_batch_tokens, packed=variant.packed,
-            fp32_log_probs=variant.fp32_log_probs, fp32_output_head=variant.fp32_output_head,
-            temperature=job.temperature, adapter=job.adapter if variant.adapter else None,
-            router_replay={"": "disabled", "recorded": "R2", "replayed": "R3"}[variant.routing],
+def _engine(job: Explanation, variant: Variant, model: str, length: int, vllm: Callable, trainer: Callable) -> partial:
+    """Return what makes a variant's engine, in a process of its own; weights that it needs are written."""
+    if job.adapter is not None and not variant.adapter:
+        model = merged_copy(model, job.adapter, job.folder / "weights-merged")
+    if variant.rounded_to is not None:
+        target = job.folder / f"weights-{variant.model}-{variant.rounded_to}"
+        model = rounded_copy(model, variant.rounded_to, target)
+    if variant.engine == "vllm":
+        # vLLM divides what it draws alone; so that scores are divided too, the logits are.
+        temperature, divisor = (1.0, job.temperature) if variant.tempered else (job.temperature, 1.0)
+        more = {
+            "logprobs_mode": "processed_logprobs" if variant.processed else "raw_logprobs",
+            "enforce_eager": not variant.compiled,
+            "enable_prefix_caching": variant.cached,
+            "enable_chunked_prefill": variant.cached,
+            "enable_return_routed_experts": bool(variant.routing),
+        }
+        return partial(vllm, SamplerSettings(
+            model=model, dtype=variant.dtype, max_model_len=length, log_probs=True, temperature=temperature,
+            top_p=job.top_p, top_k=job.top_k, divide_logits_by=divisor, arithmetic=variant.arithmetic, more=more,
         ))  # fmt: skip
-
-    def _weights(self, variant: Variant) -> str:
-        job, name, dtype = self._job, self._models[variant.model].name, variant.rounded_to
-        if job.adapter is not None and not variant.adapter:
-            name = merged_copy(name, job.adapter, job.folder / "weights-merged")
-        return name if dtype is None else rounded_copy(name, dtype, job.folder / f"weights-{variant.model}-{dtype}")
+    return partial(trainer, ScorerSettings(
+        model=model, dtype=variant.dtype, attention=variant.attention, micro_batch_tokens=job.micro_batch_tokens,
+        packed=variant.packed, fp32_log_probs=variant.fp32_log_probs, fp32_output_head=variant.fp32_output_head,
+        temperature=job.temperature, adapter=job.adapter if variant.adapter else None,
+        router_replay={"": "disabled", "recorded": "R2", "replayed": "R3"}[variant.routing],
+        arithmetic=variant.arithmetic,
+    ))  # fmt: skip
 
 
 def _series(store: Store, variant: Variant) -> Series:

@@ -2,7 +2,6 @@
 
 import shutil
 from contextlib import ExitStack
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from verl_precision.base.content import content_digest
 from verl_precision.base.dtypes import DTYPES, torch_dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import new_folder
@@ -46,15 +46,13 @@ def _has_only(file: Path, dtype: str) -> bool:
 
 
 def adapter_fingerprint(adapter: str) -> str:
-    """Return a digest of the weights of a LoRA adapter, as peft's `save_pretrained` writes it."""
-    weights = Path(adapter) / "adapter_model.safetensors"
-    if not (weights.is_file() and weights.with_name("adapter_config.json").is_file()):
-        raise ConfigurationError(
-            "there is no adapter in it", setting="--adapter", value=adapter,
-            allowed="a folder with adapter_config.json and adapter_model.safetensors",
-            remedy="Name the folder lora_adapter of a checkpoint: .../global_step_N/actor/lora_adapter.",
-        )  # fmt: skip
-    return sha256(weights.read_bytes()).hexdigest()[:16]
+    """Return a digest of a LoRA adapter, as peft's `save_pretrained` writes it."""
+    files = [Path(adapter) / name for name in ("adapter_config.json", "adapter_model.safetensors")]
+    if not all(file.is_file() for file in files):
+        problem, allowed = "there is no adapter in it", f"a folder with {files[0].name} and {files[1].name}"
+        remedy = "Name the folder lora_adapter of a checkpoint: .../global_step_N/actor/lora_adapter."
+        raise ConfigurationError(problem, setting="--adapter", value=adapter, allowed=allowed, remedy=remedy)
+    return content_digest(files)
 
 
 def merged_copy(model: str, adapter: str, target: Path) -> str:

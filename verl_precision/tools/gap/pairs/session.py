@@ -39,10 +39,7 @@ def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
         problem, remedy = f"{POSITIONS} positions of a response are compared", "Give fewer, or more --responses."
         given: dict[str, Any] = {"setting": "--full-vocabulary", "value": job.full_vocabulary, "remedy": remedy}
         raise ConfigurationError(problem, allowed=f"0 to {most}", **given)
-    of_both = {"model": job.model, "arithmetic": job.arithmetic}
-    drawn = {"max_model_len": max(map(len, prompt_ids)) + job.max_response_tokens, "log_probs": True}
-    drawn["more"] = {"max_logprobs": -1} if job.full_vocabulary else {}
-    scored = {"attention": job.attention, "micro_batch_tokens": job.micro_batch_tokens}
+    length, more = max(map(len, prompt_ids)) + job.max_response_tokens, {"max_logprobs": -1}
     with open_store(under_way, job, prompt_ids, model_fingerprint=model.fingerprint) as store:
 
         def works(rollout: str, train: str | None = None) -> list[Series]:
@@ -50,10 +47,16 @@ def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
             return [Series(store, rollout, train), *whole]
 
         for rollout in job.rollout_dtypes:
-            sampler = SamplerSettings(dtype=rollout, **of_both, **drawn)
+            sampler = SamplerSettings(
+                model=job.model, dtype=rollout, max_model_len=length, log_probs=True, arithmetic=job.arithmetic,
+                more=more if job.full_vocabulary else {},
+            )  # fmt: skip
             under_way.complete(f"sample-{rollout}", works(rollout), partial(VllmEngine, sampler))
         for train in job.train_dtypes:
-            scorer = ScorerSettings(dtype=train, **of_both, **scored)
+            scorer = ScorerSettings(
+                model=job.model, dtype=train, attention=job.attention, micro_batch_tokens=job.micro_batch_tokens,
+                arithmetic=job.arithmetic,
+            )  # fmt: skip
             of_all = [work for rollout in job.rollout_dtypes for work in works(rollout, train)]
             under_way.complete(f"score-{train}", of_all, partial(TrainerEngine, scorer))
         pairs = [measure(store, rollout, train, job.full_vocabulary) for rollout, train in job.pairs]
