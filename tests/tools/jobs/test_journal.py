@@ -20,9 +20,8 @@ FIRST, SECOND, THIRD = {"problem": "a", "value": 0.1}, {"problem": "a", "text": 
 def written(tmp_path):
     """A journal with three records."""
     with closing(Journal(tmp_path / "job", SETTINGS)) as journal:
-        positions = [journal.append({**FIRST, "text": None}), journal.append(SECOND)]
-        assert [journal.read(position) for position in reversed(positions)] == [SECOND, FIRST]
-        assert journal.read(journal.append(THIRD)) == THIRD, "writing goes to the end, wherever was read"
+        for record in ({**FIRST, "text": None}, SECOND, THIRD):
+            journal.append(record)
         assert journal.path.read_bytes().count(b"\n") == 4, "on disk at once, so that kill -9 does not lose it"
     return tmp_path / "job" / JOURNAL
 
@@ -30,9 +29,7 @@ def written(tmp_path):
 def records(folder):
     """Return the records of a journal that is opened again, and whether its last line was torn."""
     with closing(Journal(folder, SETTINGS)) as journal:
-        found = list(journal.records({"problem": str}))
-        assert [journal.read(position) for position, _ in found] == [record for _, record in found]
-    return [record for _, record in found], journal.torn
+        return list(journal.records({"problem": str})), journal.torn
 
 
 def test_torn_anywhere_in_the_last_line_loses_only_that_line(written):

@@ -36,7 +36,7 @@ class Response(_OfResponse):
     length: int  # number of its tokens
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
-    log_probs: tuple[float, ...] | None = None  # one for each token, in nats
+    log_probs: Any = None  # one for each token, in nats: a sequence, or an array of NumPy
     finish_reason: str | None = None  # why the response ended, in vLLM's words
     routed_experts: Any = None  # which experts computed each token of prompt and response, as in `SampleRequest`
     equal: tuple[int, int] | None = None  # log-probs equal to those in the file of the vocabulary, and all

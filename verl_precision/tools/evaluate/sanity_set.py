@@ -27,7 +27,7 @@ class _Responses(Schedule, Tasks):
     def __init__(self, job: SanitySet, journal: Journal, judging: Judging, problems: Sequence[str]) -> None:
         super().__init__(problems, job.window, early_stopping=not job.all_responses)
         self._journal, self._judging, self._max_tokens = journal, judging, job.max_response_length
-        for _, record in journal.records(_FIELDS):
+        for record in journal.records(_FIELDS):
             self.count(*(record[name] for name in _FIELDS))
 
     @property

@@ -7,6 +7,7 @@ context, in the order of the settings.
 from collections import defaultdict
 from functools import partial
 
+import pandas as pd
 from rich.console import Console
 
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError
@@ -15,7 +16,7 @@ from verl_precision.tools.engines.engine import Response, SampleRequest, Sampler
 from verl_precision.tools.engines.model import load_tokenizer
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 from verl_precision.tools.evaluate import accuracy
-from verl_precision.tools.evaluate.accuracy import Accuracy, Drawn, Outcomes
+from verl_precision.tools.evaluate.accuracy import Drawn, Outcomes
 from verl_precision.tools.evaluate.judging import Judging
 from verl_precision.tools.evaluate.settings import Evaluation
 from verl_precision.tools.jobs.job import Job, Tasks, recorded_versions
@@ -25,8 +26,8 @@ from verl_precision.tools.jobs.problems import read_data_set
 _FIELDS = {"dtype": str, "problem": str, "response": int, "tokens": int, "finish_reason": str, "correct": list}
 
 
-def evaluate(evaluation: Evaluation, console: Console) -> list[Accuracy]:
-    """Do what is missing in the job's folder, and write the results, one for each context, data set and dtype.
+def evaluate(evaluation: Evaluation, console: Console) -> pd.DataFrame:
+    """Do what is missing in the job's folder, write the results, and return each response, as in `accuracy.responses`.
 
     Settings that cannot work are refused before a model loads. If an engine fails, what was drawn is kept.
     """
@@ -55,18 +56,17 @@ def evaluate(evaluation: Evaluation, console: Console) -> list[Accuracy]:
             job.complete(f"sample-{dtype}", [tasks], partial(VllmEngine, sampler))
 
     sets = {name: [problem.identifier for problem in each] for name, each in judging.sets.items()}
-    found = accuracy.accuracies(evaluation, sets, judging.prompts, outcomes)
-    changes = accuracy.differences(found)
-    table = accuracy.markdown(evaluation, found, changes, judging.left_out, installed_versions())
-    job.write(accuracy.summary(found, changes, sets, judging.left_out), table)
+    drawn = accuracy.responses(evaluation, sets, judging.prompts, outcomes)
+    table = accuracy.markdown(evaluation, drawn, judging.left_out, installed_versions())
+    job.write(accuracy.summary(drawn, judging.left_out), table)
     job.show_written(["table.md", "summary.json"])
-    return found
+    return drawn
 
 
 def _read_outcomes(journal: Journal, evaluation: Evaluation, judging: Judging) -> Outcomes:
     """Return what the journal has; a line of no response of this job is an error."""
     outcomes: Outcomes = defaultdict(dict)
-    for _, record in journal.records(_FIELDS):
+    for record in journal.records(_FIELDS):
         dtype, problem, response = record["dtype"], record["problem"], record["response"]
         known = dtype in evaluation.dtypes and problem in judging.problems and 0 <= response < evaluation.responses
         if not known or [type(each) for each in record["correct"]] != [bool] * len(evaluation.contexts):

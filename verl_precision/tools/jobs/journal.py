@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -58,27 +59,17 @@ class Journal:
                 self.append({"settings": settings})
             closed_on_error.pop_all()
 
-    def append(self, record: Mapping[str, Any]) -> int:
-        """Write a record without what is None; it survives the end of this process. Return its position."""
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write a record without what is None; it survives the end of this process."""
         content = {key: value for key, value in record.items() if value is not None}
-        position = self._file.seek(0, os.SEEK_END)
         self._file.write(json.dumps(content, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
-        return position
 
-    def read(self, position: int) -> dict[str, Any]:
-        """Return the record at a position."""
-        self._file.seek(position)
-        return json.loads(self._file.readline())
-
-    def records(self, fields: Mapping[str, type]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield position and content of each record; one without such fields of these types is an error."""
-        position = 0
+    def records(self, fields: Mapping[str, type]) -> Iterator[dict[str, Any]]:
+        """Yield each record; one without such fields of these types is an error."""
         with self.path.open("rb") as content:
-            for number, line in enumerate(content, start=1):
-                if number > 1:
-                    yield position, self._record(number, line, fields)
-                position += len(line)
+            for number, line in islice(enumerate(content, start=1), 1, None):
+                yield self._record(number, line, fields)
 
     def close(self) -> None:
         """Close the file and let others have it."""

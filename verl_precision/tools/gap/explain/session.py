@@ -176,14 +176,13 @@ def _log_probs(store: Store, variant: Variant) -> np.ndarray:
     """Return a variant's log-probs of all tokens; NaN from where it has drawn other tokens than the rollout."""
     values = []
     for key in store.keys:
-        found = store.journal.read(store.positions[variant.series][key])
-        log_probs = found["log_probs"]
+        found, rollout = store.series[variant.series][key], store.series[ROLLOUT, None][key]
+        log_probs = found.log_probs
         if variant.draws:
-            drawn = store.drawn(key, ROLLOUT)
-            equal = zip(drawn, found["token_ids"])  # noqa: B905 - they may end elsewhere
+            equal = zip(rollout.token_ids or (), found.token_ids or ())  # noqa: B905 - they may end elsewhere
             same = np.cumprod([a == b for a, b in equal]).sum(dtype=int)
-            log_probs = log_probs[:same] + [np.nan] * (len(drawn) - same)
-        values.append(np.array(log_probs, np.float32))
+            log_probs = np.append(log_probs[:same], np.full(rollout.length - same, np.nan))
+        values.append(log_probs)
     return np.concatenate(values).astype(np.float64)
 
 
@@ -207,13 +206,11 @@ class _Replay(Series):
 def _read_routing(store: Store, chain: Sequence[Variant], others: Sequence[Variant], engine: Variant) -> Routing:
     """Return what was scored of the path and of others; the store has the series of `_Replay`."""
 
-    def replayed(variant: Variant, key: Key) -> np.ndarray:
-        scored = store.positions[ROLLOUT, f"{REPLAYED} {variant.name}"]
-        position = scored[key] if key in scored else store.positions[engine.series][key]
-        return np.array(store.journal.read(position)["log_probs"], np.float32).astype(np.float64)
+    def log_probs(variant: Variant) -> np.ndarray:
+        scored = store.series[engine.series] | store.series[ROLLOUT, f"{REPLAYED} {variant.name}"]
+        return np.concatenate([scored[key].log_probs for key in store.keys]).astype(np.float64)
 
-    variants = (*chain, *others)
-    found = {one.name: np.concatenate([replayed(one, key) for key in store.keys]) for one in variants}
+    found = {one.name: log_probs(one) for one in (*chain, *others)}
     equal = reduce(Mean.merge, (_equal(store, chain[0], chain[-1], key) for key in store.keys))
     return Routing(found, 1 - equal.value())
 
@@ -226,8 +223,8 @@ def _equal(store: Store, one: Variant, other: Variant, key: Key) -> Mean:
 
 def _experts(store: Store, variant: Variant, key: Key) -> Any:
     """Return a variant's choices for the rollout's tokens, 0 where it drew others: [tokens - 1, layers, top_k]."""
-    found = store.routed_experts(*variant.series, key)
+    found = store.series[variant.series][key].routed_experts
     if found is None:
         raise RuntimeError(f"variant {variant.name} did not say which experts it chose")
-    length = len(store.prompt_ids[int(key[0])]) + len(store.drawn(key, ROLLOUT)) - 1
+    length = len(store.prompt_ids[int(key[0])]) + store.series[ROLLOUT, None][key].length - 1
     return np.pad(found[:length], ((0, max(0, length - len(found))), (0, 0), (0, 0)))

@@ -60,7 +60,7 @@ class Vocabulary(Series):
 
     def counts(self) -> tuple[int, int]:
         """Return how many log-probs are equal, and how many there are; all are compared."""
-        found = [self._store.journal.read(position)["equal"] for position in self._positions.values()]
+        found = [response.equal or (0, 0) for response in self._found.values()]
         return sum(equal for equal, _ in found), sum(whole for _, whole in found)
 
 
