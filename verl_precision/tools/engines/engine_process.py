@@ -147,7 +147,7 @@ class RayEngines:
             actor = ray.remote(num_gpus=1, num_cpus=1)(_Actor)
             self._actors = [actor.remote(build) for _ in range(self.engines)]
             self._in_flight = [0] * self.engines
-            self._get([actor.ready.remote() for actor in self._actors])
+            self._get([actor.__ray_ready__.remote() for actor in self._actors])
         except BaseException:
             self.close()
             raise
@@ -195,9 +195,6 @@ class _Actor:
 
     def __init__(self, build: Callable[[], Any]) -> None:
         self._engine = build()
-
-    def ready(self) -> None:
-        """Answer once the model is loaded."""
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         self._engine.submit(requests)

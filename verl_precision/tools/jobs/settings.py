@@ -34,11 +34,6 @@ class JobSettings:
         """The folder of the results."""
         return self.output or Path("outputs") / self.verb / re.sub(r"[^\w.-]+", "-", Path(self.model).name)
 
-    @property
-    def title(self) -> str:
-        """The model's name in figures: two parts of its path, since a folder may be called `model`."""
-        return "/".join(Path(self.model).parts[-2:])
-
 
 @settings(command_option, kw_only=True)
 class PromptedJob(JobSettings):

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -63,7 +64,8 @@ def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
     for file in job.folder.glob("*, vocabulary-*.npy"):
         file.unlink()
     under_way.write(summary(pairs, len(prompt_ids)), markdown(pairs, job, installed_versions(), len(prompt_ids)))
-    figures = write_figures(job.folder, pairs, title=job.title)
+    title = "/".join(Path(job.model).parts[-2:])  # a folder may be called `model`
+    figures = write_figures(job.folder, pairs, title)
     under_way.show_written(["table.md", "summary.json", *figures])
     return pairs
 
