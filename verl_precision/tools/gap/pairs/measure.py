@@ -102,12 +102,13 @@ def ranked(pairs: list[Pair]) -> list[Pair]:
 
 def _growth(beginnings_BK: np.ndarray) -> dict[int, tuple[int, float]]:
     """Return number and spread of the finite sums of each column of PREFIXES that at least two responses have."""
-    found = {}
-    for prefix, sums_B in zip(PREFIXES, beginnings_BK.T, strict=True):
-        whole_B = sums_B[np.isfinite(sums_B)]
-        if len(whole_B) > 1:
-            found[prefix] = len(whole_B), float(whole_B.std(ddof=1))
-    return found
+    finite_BK = np.isfinite(beginnings_BK)
+    columns = zip(PREFIXES, beginnings_BK.T, finite_BK.T, strict=True)
+    return {
+        prefix: (int(finite_B.sum()), float(sums_B[finite_B].std(ddof=1)))
+        for prefix, sums_B, finite_B in columns
+        if finite_B.sum() > 1
+    }
 
 
 def _ratio_error(sums_B: np.ndarray, lengths_B: np.ndarray) -> float:
