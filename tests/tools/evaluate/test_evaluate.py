@@ -154,10 +154,3 @@ def test_other_data_and_damaged_journals_are_refused(evaluate, tmp_path):
         journal.write_bytes(before + json.dumps(record).encode() + b"\n")
         with pytest.raises(CheckpointStateError, match="is none of this job's"):
             evaluate()
-
-
-def test_unreadable_answers_are_left_out_and_counted(evaluate, made_up, tmp_path, row, write_rows):
-    data = write_rows(tmp_path / "some.jsonl", [row(1), row(2, reward_model={"ground_truth": " "}), row(3)])
-    found = evaluate(data=(data,), reward="verl")
-    assert found["problem"].nunique() == 2 and len(made_up.seen) == 2 * 2 * 5
-    assert "cannot read the answer: 1 problems" in (tmp_path / "job" / "table.md").read_text()

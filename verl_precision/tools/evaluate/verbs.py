@@ -5,7 +5,7 @@ from typing import Any
 from verl_precision.cli.verb import ENGINES, run_job, verb
 
 
-@verb("verl_precision.tools.evaluate.settings:Evaluation", needs=ENGINES)
+@verb("verl_precision.tools.evaluate.settings:Evaluation", needs=(*ENGINES, "pandas"))
 def evaluate(given: dict[str, Any]) -> None:
     """Measure how often a model solves the problems of one or more data sets, in each dtype and context.
 
