@@ -132,8 +132,7 @@ def test_a_report_is_written_again_and_nothing_else_is_written_over(type_in, tmp
 
 @pytest.mark.parametrize("command", [
     "watch RUN", "report RUN --output OUT", "compare recipes/quickstart/quickstart.yaml --output OUT",
-    "mismatch --model m --output OUT", "explain --model m --output OUT",
-    "sanity-set x.jsonl --model m --output OUT",
+    "mismatch --model m --output OUT",
 ])  # fmt: skip
 def test_what_a_verb_needs_is_named_before_it_does_anything(type_in, monkeypatch, tmp_path, command):
     found = importlib.util.find_spec
