@@ -115,7 +115,7 @@ setup(
             "patch = verl_precision.tools.patching.verbs:patch",
             "recipes = verl_precision.tools.runs.verbs:recipes",
             "report = verl_precision.tools.runs.verbs:report",
-            "sanity-set = verl_precision.tools.sanity_set.verbs:sanity_set",
+            "sanity-set = verl_precision.tools.evaluate.verbs:sanity_set",
             "selftest = verl_precision.tools.selftest.verbs:selftest",
             "tiny-model = verl_precision.tools.data.verbs:tiny_model",
             "watch = verl_precision.tools.runs.verbs:watch",

@@ -24,13 +24,13 @@ from verl_precision.base.dtypes import HALF
 from verl_precision.engine.arithmetic_choice import INNER, VARIABLE
 from verl_precision.engine.settings import ShadowSettings
 from verl_precision.tools import tiny_model
-from verl_precision.tools.engines.engine import Request, SamplerSettings
+from verl_precision.tools.engines.engine import SampleRequest, SamplerSettings
 from verl_precision.tools.engines.engine_process import EngineProcess
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 from verl_precision.tools.selftest.single_rank import one_rank
 
 TOKENS = 512  # of each of the step's two sequences
-REQUESTS = [Request(str(row), 0, (5,) * 16, max_tokens=64, seed=row) for row in range(4)]
+REQUESTS = [SampleRequest(str(row), 0, (5,) * 16, max_tokens=64, seed=row) for row in range(4)]
 NO_END = {"skip_tokenizer_init": True, "generation_config": "vllm"}  # nothing tells vLLM which token ends a response
 
 

@@ -24,7 +24,7 @@ import injected_faults
 import numpy as np
 from rich.console import Console
 
-from verl_precision.tools.engines.engine import Request, SamplerSettings, ScorerSettings
+from verl_precision.tools.engines.engine import SampleRequest, SamplerSettings, ScorerSettings
 from verl_precision.tools.engines.engine_process import EngineProcess
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
@@ -157,7 +157,6 @@ def inject(case: Case, folder: Path) -> dict[str, Any]:
         "shares": shares,
         "undone": {each.variant.cause: 1 - each.part.without / result.attribution.k3 for each in result.findings},
         "sizes": {each.variant.cause: [each.part.size, each.expected] for each in result.findings},
-        "operations": {name: found.first for name, found in result.operations.items()},
         "evidence": {each.variant.cause: each.evidence for each in result.findings if each.evidence},
     }
 
@@ -181,7 +180,7 @@ def _made(job: Explanation, folder: Path, side: str) -> float:
     with closing(EngineProcess(build, "right", folder / "logs")) as engine:
         for problem, one in drawn.items():
             engine.submit(
-                [Request(problem, 0, tuple(prompts[int(problem)]), response_token_ids=tuple(one["token_ids"]))]
+                [SampleRequest(problem, 0, tuple(prompts[int(problem)]), response_token_ids=tuple(one["token_ids"]))]
             )
             (response,) = engine.poll()
             right[problem] = response.log_probs

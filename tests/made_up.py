@@ -1,22 +1,12 @@
 """Engines that are made up, in place of vLLM and the trainer: each job draws and scores with them in milliseconds."""
 
-import json
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
-from verl_precision.tools.engines.engine import Request, Response
+from verl_precision.tools.engines.engine import Response, SampleRequest
 from verl_precision.tools.engines.model import load_tokenizer
 
 _tokenizer = cache(load_tokenizer)
-
-OPERATIONS = {
-    "operations": [
-        {"kind": "rotary", "layer": 1, "error": 1e-2, "share": 0.9, "errors": [None, 1e-3, 1e-2]},
-        {"kind": "head", "layer": None, "error": 1e-3, "share": 0.1, "errors": [1e-3, None, None]},
-    ],
-    **{"first": "rotary (model.layers.1.self_attn.rotary_emb)", "bound": 2e-3, "nats": 1e-2, "remainder": 1e-9},
-}
 
 
 def bf16_rounds(name: str) -> tuple[float, ...]:
@@ -24,15 +14,13 @@ def bf16_rounds(name: str) -> tuple[float, ...]:
     return (-1.0, -2.0) if name.endswith("fp32") else (-1.01, -1.99)
 
 
-def two_tokens(name: str, request: Request, log_probs: Callable = bf16_rounds) -> Response:
+def two_tokens(name: str, request: SampleRequest, log_probs: Callable = bf16_rounds) -> Response:
     """Draw or score two tokens; the seed chooses the first one."""
-    if request.record_to:
-        Path(request.record_to).write_text(json.dumps(OPERATIONS))
     drawn = None if request.response_token_ids else (request.seed % 500, 7)
     return Response(request.problem, request.response, 2, token_ids=drawn, log_probs=log_probs(name))
 
 
-def six_characters(name: str, request: Request) -> Response:
+def six_characters(name: str, request: SampleRequest) -> Response:
     """Draw a text of which each character is a token: the seed decides two digits in it."""
     tokenizer = _tokenizer("tiny:qwen3")
     ids = tokenizer(f"={request.seed % 3}==={request.seed % 2}")["input_ids"][: request.max_tokens]
@@ -49,16 +37,16 @@ class MadeUp:
         seen: What was answered since it was last cleared: name of the engine, what was left in its queue, request.
     """
 
-    def __init__(self, answer: Callable[[str, Request], Response] = two_tokens) -> None:
+    def __init__(self, answer: Callable[[str, SampleRequest], Response] = two_tokens) -> None:
         self.answer, self.lives = answer, 0
-        self.seen: list[tuple[str, int, Request]] = []
+        self.seen: list[tuple[str, int, SampleRequest]] = []
 
     def start(self, build, name, folder, ray_address):
         """Take the place of `start_engine`."""
         return _Engine(self, name)
 
     @property
-    def requests(self) -> list[tuple[str, Request]]:
+    def requests(self) -> list[tuple[str, SampleRequest]]:
         """Every request that was answered, and the name of the engine."""
         return [(name, request) for name, _, request in self.seen]
 

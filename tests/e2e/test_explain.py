@@ -37,13 +37,6 @@ def test_another_epsilon_is_found(tmp_path, monkeypatch):
     assert sum(part.nats for part in parts) == pytest.approx(result.attribution.nats, rel=1e-6)
     assert result.attribution.left_out == 0
 
-    in_fp32 = result.operations["rollout_fp32"]
-    assert in_fp32.first is not None and in_fp32.first.startswith("input norm (model.layers.0.")
-    norms = {"input norm", "post-attention norm", "final norm", "qk norm"}
-    assert sum(one.share for one in in_fp32.operations if one.kind in norms) > 0.99
-    for found in result.operations.values():
-        assert found.remainder < 1e-3 * found.nats, "the errors of all operations are the whole difference"
-
 
 SIZES = {"max_prompts": 4, "max_response_tokens": 24}
 
@@ -55,7 +48,6 @@ def test_exact_arithmetic_leaves_no_step_between_the_engines(tmp_path):
     by_cause = {finding.variant.cause: finding for finding in healthy.findings}
     assert not any(finding.fault for finding in healthy.findings) and by_cause["engine"].part.equal == 1
     assert by_cause["rollout_kernels"].part.size > 0 and by_cause["trainer_kernels"].part.size > 0
-    assert healthy.operations["rollout_exact"].first is None and healthy.operations["rollout_exact"].exact
 
 
 @pytest.mark.matrix
@@ -82,4 +74,3 @@ def test_in_exact_arithmetic_one_epsilon_shows_and_nothing_else(tmp_path, monkey
     job = Explanation(arithmetic="exact", packed=True, output=tmp_path / "planted", **SIZES)
     planted = explain(job, Console(file=io.StringIO()), vllm=vllm)
     assert [finding.variant.cause for finding in planted.findings if finding.fault] == ["engine"]
-    assert planted.operations["prefill_alone"].first.startswith("input norm (model.layers.0.")

@@ -3,8 +3,7 @@
 checking    check: a recipe, a command, a checkpoint, an installation, a cluster
 runs        compare, report: whole runs of verl, followed and shown
 gap         mismatch, explain: how far two engines are apart, and why
-evaluate    evaluate: how often a model solves the problems of a data set
-sanity_set  sanity-set: the paper's perfectible data set
+evaluate    evaluate, sanity-set: how often a model solves the problems of a data set, and which only sometimes
 selftest    selftest: is this machine fit for FP16 RL?
 export, data, patching   the verbs of their names
 engines     shared: vLLM that samples, verl's engine that scores, each in a process of its own

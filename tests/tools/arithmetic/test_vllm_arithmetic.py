@@ -19,8 +19,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 import verl_precision.tools.selftest.single_rank as single_rank
+from verl_precision.tools.engines.engine import SampleRequest, SamplerSettings, ScorerSettings
 from verl_precision.tools.tiny_model import cached_tiny_model
-from verl_precision.tools.engines.engine import Request, SamplerSettings, ScorerSettings
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 
@@ -32,14 +32,15 @@ shared, *others = [torch.randint(3, 97, (n,), generator=generator).tolist() for 
 prompts = [others[0], shared + others[1], shared + others[4], others[2], shared + others[3], others[5], shared[:129]]
 
 def sampled(engine, seed):
-    engine.submit([Request(str(i), seed, tuple(p), max_tokens=24, seed=i) for i, p in enumerate(prompts)])
+    engine.submit([SampleRequest(str(i), seed, tuple(p), max_tokens=24, seed=i) for i, p in enumerate(prompts)])
     found = {}
     while responses := engine.poll():
         found |= {response.problem: response for response in responses}
     return [found[str(i)] for i in range(len(prompts))]
 
 def unequal(rollout, trainer):
-    trainer.submit([Request(r.problem, 0, tuple(p), response_token_ids=r.token_ids) for r, p in zip(rollout, prompts)])
+    asked = [SampleRequest(r.problem, 0, tuple(p), response_token_ids=r.token_ids) for r, p in zip(rollout, prompts)]
+    trainer.submit(asked)
     scored = {response.problem: response.log_probs for response in trainer.poll()}
     pairs = [pair for r in rollout for pair in zip(r.log_probs, scored[r.problem], strict=True)]
     return len(pairs), sum(a != b for a, b in pairs)

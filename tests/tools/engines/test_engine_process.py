@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from verl_precision.base.errors import RunFailedError
-from verl_precision.tools.engines.engine import Request, Response
+from verl_precision.tools.engines.engine import Response, SampleRequest
 from verl_precision.tools.engines.engine_process import EngineProcess
 
 DIE, SLEEP = -1, -2  # prompts
@@ -50,7 +50,7 @@ def start(tmp_path, monkeypatch):
 
 
 def request(response, token=0):
-    return Request("a", response, (token,))
+    return SampleRequest("a", response, (token,))
 
 
 def test_answers_come_from_another_process_that_ends_when_closed(start):

@@ -1,10 +1,10 @@
 """avg@k, pass@k, truncation and standard errors, by hand and against NumPy; what `verl-precision evaluate` refuses."""
 
 import json
-import math
 from itertools import product
 
 import numpy as np
+import pandas as pd
 import pytest
 from made_up import six_characters
 from rich.console import Console
@@ -22,14 +22,13 @@ def made(dtypes=("bf16", "fp16"), contexts=(8, 20), responses=4):
 
 
 def measured(evaluation, sets, drawn):
-    """Statistics of `drawn[dtype][problem]`, a list of (tokens, cut, correct); prompts have 3 tokens."""
+    """Responses of `drawn[dtype][problem]`, a list of (tokens, cut, correct); prompts have 3 tokens."""
     names = {name for each in sets.values() for name in each}
-    prompts = dict.fromkeys(names, (1, 2, 3))
     outcomes = {
         dtype: {(name, n): accuracy.Drawn(*one) for name, each in problems.items() for n, one in enumerate(each)}
         for dtype, problems in drawn.items()
     }
-    return accuracy.accuracies(evaluation, sets, prompts, outcomes)
+    return accuracy.responses(evaluation, sets, dict.fromkeys(names, (1, 2, 3)), outcomes)
 
 
 def same(*correct):
@@ -40,10 +39,9 @@ def same(*correct):
 def test_what_a_shorter_context_cuts_is_counted_there_alone():
     """With prompts of 3 tokens a context of 8 leaves 5: of 17, 5, 6 and 17 tokens it cuts three; 20 cuts one."""
     drawn = [(17, True, (False, True)), (5, False, (True, True)), (6, False, (False, True)), (17, False, (False, True))]
-    short, long = measured(made(("fp16",)), {"set": ["a"]}, {"fp16": {"a": drawn}})
-    assert (short.truncated, short.average, short.mean_tokens) == (0.75, 0.25, 5)
-    assert (long.truncated, long.average, long.mean_tokens) == (0.25, 1.0, 45 / 4)
-    assert math.isnan(short.error), "one problem says nothing of others"
+    found = accuracy.accuracies(measured(made(("fp16",)), {"set": ["a"]}, {"fp16": {"a": drawn}}))
+    assert found[["truncated", "average", "mean_tokens"]].values.tolist() == [[0.75, 0.25, 5], [0.25, 1.0, 45 / 4]]
+    assert found["standard_error"].isna().all(), "one problem says nothing of others"
 
 
 def test_against_numpy_on_random_verdicts():
@@ -52,30 +50,38 @@ def test_against_numpy_on_random_verdicts():
     names = [str(number) for number in range(40)]
     drawn = {dtype: {name: same(*map(bool, rows[int(name)])) for name in names} for dtype, rows in verdicts.items()}
     found = measured(made(tuple(drawn), responses=8), {"all": names, "first": names[:7]}, drawn)
-    assert [(each.context, each.data, each.dtype) for each in found] == [*product((8, 20), ("all", "first"), drawn)]
-    for each in found:
-        rows = verdicts[each.dtype][: len(each.shares_P)]
-        assert each.average == pytest.approx(rows.mean()) and each.passed == rows.any(axis=1).mean()
-        assert each.error == pytest.approx(np.sqrt(np.cov(rows.mean(axis=1)) / len(rows)))
+    results = accuracy.accuracies(found)
+    assert [*results[accuracy.PLACE].itertuples(index=False)] == [*product((8, 20), ("all", "first"), drawn)]
+    for _, each in results.iterrows():
+        rows = verdicts[each["dtype"]][: each["problems"]]
+        assert each["average"] == pytest.approx(rows.mean()) and each["pass"] == rows.any(axis=1).mean()
+        assert each["standard_error"] == pytest.approx(np.sqrt(np.cov(rows.mean(axis=1)) / len(rows)))
     changes = accuracy.differences(found)
-    pairs = [(each.context, each.data, each.dtype, each.reference) for each in changes]
+    pairs = [*changes[[*accuracy.PLACE, "reference"]].itertuples(index=False)]
     expected = [("fp16", "bf16"), ("fp32", "bf16"), ("fp32", "fp16")]
-    assert sorted(pairs) == [(*at, *pair) for *at, pair in product((8, 20), ("all", "first"), expected)]
-    for each in changes:
-        ours, other = (verdicts[dtype][: 40 if each.data == "all" else 7] for dtype in (each.dtype, each.reference))
-        change = ours.mean(axis=1) - other.mean(axis=1)
-        assert each.average == pytest.approx(change.mean())
-        assert each.error == pytest.approx(np.sqrt(np.cov(change) / len(change)))
+    assert sorted(pairs) == sorted((*at, *pair) for *at, pair in product((8, 20), ("all", "first"), expected))
+    for _, each in changes.iterrows():
+        count = 40 if each["data"] == "all" else 7
+        change = (verdicts[each["dtype"]][:count] - 1.0 * verdicts[each["reference"]][:count]).mean(axis=1)
+        assert each["average"] == pytest.approx(change.mean())
+        assert each["standard_error"] == pytest.approx(np.sqrt(np.cov(change) / count))
 
 
 def test_the_standard_error_is_the_spread_of_repeated_evaluations():
     """2,000 sets of 30 problems, each with its own difficulty and 4 responses: avg@4 spreads by its standard error."""
     generator = np.random.default_rng(1)
-    shares = generator.binomial(4, generator.beta(0.5, 0.5, (2000, 30))) / 4
-    errors = [accuracy.standard_error(each) for each in shares]
-    assert np.mean(errors) == pytest.approx(shares.mean(axis=1).std(), rel=0.05)
-    as_if_independent = np.sqrt(shares.mean() * (1 - shares.mean()) / 120)
-    assert np.mean(errors) > 1.4 * as_if_independent
+    right = generator.random((2000, 30, 4)) < generator.beta(0.5, 0.5, (2000, 30, 1))
+    names = [f"{number}" for number in range(30)]
+    sets = [
+        {"context": 8, "data": number, "dtype": "fp16", "problem": name, "correct": one}
+        for number, of_set in enumerate(right.tolist())
+        for name, of_problem in zip(names, of_set, strict=True)
+        for one in of_problem
+    ]
+    found = accuracy.accuracies(pd.DataFrame(sets).assign(truncated=False, tokens=1))
+    assert found["standard_error"].mean() == pytest.approx(found["average"].std(), rel=0.05)
+    as_if_independent = np.sqrt(right.mean() * (1 - right.mean()) / 120)
+    assert found["standard_error"].mean() > 1.4 * as_if_independent
 
 
 def test_tables_and_json():
@@ -84,20 +90,18 @@ def test_tables_and_json():
     fp16 = {"a": same(True, True, True, True), "b": same(True, False, False, False)}
     evaluation, sets = made(), {"set": ["a", "b"], "one": ["a"]}
     found = measured(evaluation, sets, {"bf16": bf16, "fp16": fp16})
-    text = accuracy.markdown(evaluation, found, accuracy.differences(found), {"set": 0, "one": 3}, {"verl": "1"})
-    assert "| dtype | set (8) | one (8) | set (20) | one (20) |" in text
-    assert "| bf16 | 75.00 ± 25.00 | 100.00 | 75.00 ± 25.00 | 100.00 |" in text
+    text = accuracy.markdown(evaluation, found, {"set": 0, "one": 3}, {"verl": "1"})
+    assert "| set | 8 | bf16 | 75.00 ± 25.00 | 100.00 | 0.00 | 2 | 2 |" in text
     assert "| set | 8 | fp16 | 62.50 ± 37.50 | 100.00 | 0.00 | 2 | 2 |" in text
     assert "| set | 8 | fp16 - bf16 | -12.50 ± 12.50 |" in text and "| one | 8 | fp16 - bf16 | +0.00 |" in text
     assert "Left out of one" in text and "Left out of set" not in text and "verl 1." in text
-    content = accuracy.summary(found, accuracy.differences(found), sets, {"set": 0})
+    content = accuracy.summary(found, {"set": 0})
     assert content["results"][1]["problems"] == {"a": 1.0, "b": 0.25}
     assert json.dumps(content, allow_nan=False), "no NaN, which JSON has not"
     assert content["results"][2]["standard_error"] is None and content["results"][2]["data"] == "one"
     assert content["differences"][0]["standard_error"] == pytest.approx(0.125)
-    one_dtype = made(("fp16",))
-    alone = measured(one_dtype, sets, {"fp16": fp16})
-    assert "two dtypes" not in accuracy.markdown(one_dtype, alone, accuracy.differences(alone), {}, {})
+    alone = measured(made(("fp16",)), sets, {"fp16": fp16})
+    assert "two dtypes" not in accuracy.markdown(made(("fp16",)), alone, {}, {})
 
 
 @pytest.fixture
@@ -124,13 +128,14 @@ def test_accuracies_are_those_of_the_texts(evaluate, made_up, tmp_path):
     found = evaluate(contexts=(short, length + 6), keep_text=True)
     assert {request.max_tokens for _, request in made_up.requests} == {6}
     assert len(made_up.seen) == 2 * 3 * 5, "a problem that is in both data sets is drawn once"
-    for each in found:
-        modulus, truncated, tokens = (3, 1.0, 2) if each.context == short else (2, 0.0, 6)
-        assert (each.truncated, each.mean_tokens) == (truncated, tokens)
-        drawn = [problem for problem in data if each.data == "sums" or problem.ground_truth != "0"]
+    shares = accuracy.shares(found)
+    for _, each in accuracy.accuracies(found).iterrows():
+        modulus, truncated, tokens = (3, 1.0, 2) if each["context"] == short else (2, 0.0, 6)
+        assert (each["truncated"], each["mean_tokens"]) == (truncated, tokens)
+        drawn = [problem for problem in data if each["data"] == "sums" or problem.ground_truth != "0"]
         said = [[str(response_seed(0, one.identifier, index) % modulus) for index in range(5)] for one in drawn]
         right = [answers.count(one.ground_truth) for answers, one in zip(said, drawn, strict=True)]
-        assert each.shares_P.tolist() == [count / 5 for count in right]
+        assert shares[tuple(each[accuracy.PLACE])].tolist() == [count / 5 for count in right]
     lines = [json.loads(line) for line in (tmp_path / "job" / "journal.jsonl").read_text().splitlines()[1:]]
     assert all(line["text"].count("=") == 4 for line in lines)
     assert "| sums | " in (tmp_path / "job" / "table.md").read_text()
@@ -149,10 +154,3 @@ def test_other_data_and_damaged_journals_are_refused(evaluate, tmp_path):
         journal.write_bytes(before + json.dumps(record).encode() + b"\n")
         with pytest.raises(CheckpointStateError, match="is none of this job's"):
             evaluate()
-
-
-def test_unreadable_answers_are_left_out_and_counted(evaluate, made_up, tmp_path, row, write_rows):
-    data = write_rows(tmp_path / "some.jsonl", [row(1), row(2, reward_model={"ground_truth": " "}), row(3)])
-    found = evaluate(data=(data,), reward="verl")
-    assert len(found[0].shares_P) == 2 and len(made_up.seen) == 2 * 2 * 5
-    assert "cannot read the answer: 1 problems" in (tmp_path / "job" / "table.md").read_text()

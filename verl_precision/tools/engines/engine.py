@@ -1,9 +1,9 @@
-"""What an engine is asked, what it answers, and what every engine can do."""
+"""What an engine is asked, what it answers, and how it is set."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,13 @@ class _OfResponse:
 
 
 @dataclass(frozen=True)
-class Request(_OfResponse):
+class SampleRequest(_OfResponse):
     """A response to draw, or with `response_token_ids` one to score."""
 
     prompt_token_ids: tuple[int, ...]
     max_tokens: int = 0  # most tokens to generate
     seed: int = 0  # of this response alone
     response_token_ids: tuple[int, ...] = ()
-    record_to: str = ""  # a file for what every operation of the forward gets and gives
     vocabulary: str = ""  # a file of all log-probs [tokens, V]: written when drawn, compared when scored
     routed_experts: Any = None  # to replay: int16 [tokens, layers, top_k] of NumPy, without the last token's
 
@@ -37,9 +36,9 @@ class Response(_OfResponse):
     length: int  # number of its tokens
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
-    log_probs: tuple[float, ...] | None = None  # one for each token, in nats
+    log_probs: Any = None  # one for each token, in nats: a sequence, or an array of NumPy
     finish_reason: str | None = None  # why the response ended, in vLLM's words
-    routed_experts: Any = None  # which experts computed each token of prompt and response, as in `Request`
+    routed_experts: Any = None  # which experts computed each token of prompt and response, as in `SampleRequest`
     equal: tuple[int, int] | None = None  # log-probs equal to those in the file of the vocabulary, and all
 
 
@@ -76,25 +75,6 @@ class ScorerSettings:
     # those of the request.
     router_replay: str = "disabled"
     arithmetic: str | None = None  # of its operations; None: the process's own
-
-
-class Engine(Protocol):
-    """Answers requests, many at a time, each when it is ready.
-
-    What loads a model (`vllm_sampler`, `fsdp_scorer`) has `submit` and `poll` alone: it runs in a process of its own,
-    whose end gives everything back.
-    """
-
-    engines: int  # number of engines that share the work
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Take requests on and return at once."""
-
-    def poll(self) -> list[Response]:
-        """Wait until at least one response is ready, and return those that are; return none if nothing is asked."""
-
-    def close(self) -> None:
-        """Give back what the engine holds."""
 
 
 def prepare_process(arithmetic: str | None = None) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from verl_precision.base.dtypes import long
-from verl_precision.tools.engines.engine import Request, Response, ScorerSettings, prepare_process
+from verl_precision.tools.engines.engine import Response, SampleRequest, ScorerSettings, prepare_process
 from verl_precision.tools.engines.model import model_location
 
 
@@ -59,9 +59,9 @@ class TrainerEngine:
         )
         self._engine.sends_weights = False
         self._engine.initialize()
-        self._waiting: list[Request] = []
+        self._waiting: list[SampleRequest] = []
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Queue requests."""
         self._waiting += requests
 
@@ -73,7 +73,7 @@ class TrainerEngine:
         whole = [self._compared(request) for request in requests if request.response_token_ids and request.vocabulary]
         return empty + whole + (self._scored(filled) if filled else [])
 
-    def _compared(self, request: Request) -> Response:
+    def _compared(self, request: SampleRequest) -> Response:
         """Score a response alone, and compare all log-probs of its positions with those in the file."""
         import torch
 
@@ -92,7 +92,7 @@ class TrainerEngine:
         theirs = torch.from_numpy(np.load(request.vocabulary))
         return replace(response, equal=(int((ours.cpu() == theirs).sum()), theirs.numel()))
 
-    def _scored(self, requests: list[Request]) -> list[Response]:
+    def _scored(self, requests: list[SampleRequest]) -> list[Response]:
         """Return log π of each response's tokens, FP32, and what its routers chose where that is asked for."""
         import torch
 

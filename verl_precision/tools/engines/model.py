@@ -9,13 +9,9 @@ from typing import Any
 
 from verl_precision.base.content import content_digest
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.versions import installed_version
 from verl_precision.check.rules.dtypes import VLLM_REFUSES_FP16
 
 TINY = "tiny:"
-# Models with attention sinks, and kinds of attention without; models whose class in vLLM imports torchvision.
-WITH_SINKS, WITHOUT_SINKS = ("gpt_oss",), ("sdpa", "flash_attention_2")
-WITH_TORCHVISION = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 Prompt = str | list[dict[str, Any]]  # text, or chat messages {role, content}
 
 _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
@@ -39,49 +35,28 @@ class Model:
         return self.config.get("max_position_embeddings")
 
     def require_dtypes(self, option: str, dtypes: Collection[str]) -> None:
-        """Refuse dtypes of vLLM, chosen by an option, where it refuses them, and a model that lacks a package."""
-        kind = str(self.config.get("model_type"))
-        asked = f"{option} {' '.join(dtypes)} with model {self.name}"
-        if kind in WITH_SINKS and set(dtypes) != {"bf16"} and not _has_gpu():
-            problem = f"{asked}: vLLM's attention kernel for a CPU takes attention sinks in BF16 alone"
-            raise ConfigurationError(problem, allowed="bf16", remedy="Run it on a GPU, or in BF16 (`mismatch` can).")
-        if kind in WITH_TORCHVISION and installed_version("torchvision") is None:
-            problem = f"{asked}: vLLM's class for model type {kind!r} imports torchvision, which is not installed"
-            raise ConfigurationError(problem, remedy="Install the torchvision that belongs to the installed torch.")
+        """Refuse FP16 of vLLM, chosen by an option, for a model with which vLLM refuses it."""
+        kind = self.config.get("model_type")
         if "fp16" in dtypes and kind in VLLM_REFUSES_FP16:
-            others = ", ".join(other for other in VLLM_REFUSES_FP16 if other != kind)
-            problem = f"{option} fp16 with model {self.name}: vLLM refuses FP16 for model type {kind!r} (and {others})"
+            problem = f"{option} fp16 with model {self.name}: vLLM refuses FP16 for model type {kind!r}"
             remedy = f"Choose another {option}."
-            raise ConfigurationError(f"{problem}, whose activations overflow it", allowed="bf16, fp32", remedy=remedy)
-
-    def require_attention(self, attention: str, whose: str = "") -> None:
-        """Refuse an attention of the trainer without the sinks that a model has; `whose` says who asks for it."""
-        if str(self.config.get("model_type")) in WITH_SINKS and attention in WITHOUT_SINKS:
-            problem = f"{whose}--attention {attention} with model {self.name}, whose attention has sinks: it has none"
-            raise ConfigurationError(problem, allowed="eager", remedy="Use `mismatch --attention eager`.")
+            raise ConfigurationError(f"{problem}, whose activations overflow", allowed="bf16, fp32", remedy=remedy)
 
     def require_arithmetic(self, arithmetic: str, ray_address: str | None) -> None:
         """Refuse operations that are rounded once on GPUs, which have others, and for a model that has others."""
         if arithmetic == "native":
             return
+        import torch
         from transformers import AutoConfig
 
         from verl_precision.engine.arithmetic_choice import require_family
 
-        given: Any = {"setting": "--arithmetic", "value": arithmetic, "remedy": "Use --arithmetic native."}
-        if _has_gpu() or ray_address is not None:
-            problem, allowed = "vLLM's operations are replaced on a CPU alone", "native on GPUs"
-            raise ConfigurationError(problem, allowed=allowed, **given)
-        try:
-            require_family(AutoConfig.from_pretrained(model_location(self.name)))
-        except ConfigurationError as error:
-            raise ConfigurationError(error.problem, allowed=error.allowed, **given) from None
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
+        if torch.cuda.is_available() or ray_address is not None:
+            raise ConfigurationError(
+                "vLLM's operations are replaced on a CPU alone", setting="--arithmetic", value=arithmetic,
+                allowed="native on GPUs", remedy="Use --arithmetic native.",
+            )  # fmt: skip
+        require_family(AutoConfig.from_pretrained(model_location(self.name)))
 
 
 def model_location(model: str) -> str:
@@ -115,19 +90,11 @@ def find_model(model: str) -> Model:
         try:
             config = Path(hf_hub_download(model, "config.json"))
             return Model(model, config.parent.name, json.loads(config.read_text()))
-        except LocalEntryNotFoundError:
-            problem = "no such folder, not in the hub's cache on this machine, and the hub cannot be reached"
-        except (HfHubHTTPError, HFValidationError) as error:
-            reason = str(error).strip().splitlines()[0]
-            problem = f"no such folder, and the hub refuses the name ({type(error).__name__}: {reason})"
-    raise ConfigurationError(
-        problem,
-        setting="model",
-        value=model,
-        allowed="a folder in Hugging Face format with config.json and *.safetensors or *.bin; a hub name "
-        f"(organisation/model) that is cached or reachable; or {TINY}qwen3",
-        remedy="Check the spelling, download it first, or log in to the hub if it is gated.",
-    )
+        except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
+            problem = f"no such folder, and neither the hub nor its cache here has it ({type(error).__name__})"
+    allowed = f"a folder with config.json and *.safetensors or *.bin, a hub name (organisation/model), or {TINY}qwen3"
+    remedy = "Check the spelling, download it first, or log in to the hub if it is gated."
+    raise ConfigurationError(problem, setting="model", value=model, allowed=allowed, remedy=remedy)
 
 
 def tokenize(prompts: Sequence[Prompt], model: Model) -> list[tuple[int, ...]]:
@@ -161,4 +128,4 @@ def load_tokenizer(model: str) -> Any:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
     problem, remedy = f"its tokenizer cannot be loaded ({reason})", "Copy the tokenizer's files beside config.json."
-    raise ConfigurationError(problem, setting="model", value=model, allowed="one with a tokenizer", remedy=remedy)
+    raise ConfigurationError(problem, setting="model", value=model, remedy=remedy)

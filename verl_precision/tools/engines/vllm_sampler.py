@@ -2,31 +2,19 @@
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from verl_precision.base.dtypes import long
-from verl_precision.base.files import new_file
 from verl_precision.check.rules.attention import gated_delta_nets
-from verl_precision.engine.arithmetic_choice import arithmetic_in_use
 from verl_precision.integration.ledger import require_feature
-from verl_precision.tools.engines.engine import Request, Response, SamplerSettings, prepare_process
+from verl_precision.tools.engines.engine import Response, SampleRequest, SamplerSettings, prepare_process
 from verl_precision.tools.engines.model import model_location
 
 # On a CPU, compiling costs more than it saves, and memory is the machine's own, of which a small part is enough. vLLM
 # 0.28 cannot cut a prompt in two: it would rewind the request's random generator ("CPU Generator does not use offset").
 _CPU_SETTINGS: dict[str, Any] = {"enforce_eager": True, "gpu_memory_utilization": 0.1, "enable_chunked_prefill": False}
-
-# Last part of the names of modules that are recorded; models of one family have some of them.
-_RECORDED = (
-    *("embed_tokens", "input_layernorm", "post_attention_layernorm", "norm", "q_norm", "k_norm"),
-    *("qkv_proj", "rotary_emb", "attn", "o_proj", "gate_up_proj", "act_fn", "down_proj", "gate", "experts"),
-    "logits_processor",
-)
 
 
 class VllmEngine:
@@ -54,23 +42,18 @@ class VllmEngine:
         if settings.divide_logits_by != 1:
             llm.apply_model(partial(_divide_logits, by=settings.divide_logits_by))
         self._engine, self._settings = llm.llm_engine, settings
-        self._asked: dict[str, Request] = {}
-        self._recorder: Any = None
+        self._asked: dict[str, SampleRequest] = {}
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Queue requests; the engine batches them as it sees fit."""
         for request in requests:
             key = f"{request.problem}/{request.response}"
             self._asked[key] = request
-            if request.record_to:  # asked for alone
-                if self._recorder is None:
-                    (self._recorder,) = self._engine.apply_model(OperationRecorder)
-                self._recorder.start()
             ids = list(request.prompt_token_ids + request.response_token_ids)
             prompt = {"type": "token", "prompt_token_ids": ids}
             self._engine.add_request(key, prompt, self._sampling_params(request))
 
-    def _sampling_params(self, request: Request) -> Any:
+    def _sampling_params(self, request: SampleRequest) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -101,7 +84,7 @@ class VllmEngine:
                     ready.append(answer(request, output))
         return ready
 
-    def _drawn(self, request: Request, output: Any) -> Response:
+    def _drawn(self, request: SampleRequest, output: Any) -> Response:
         drawn = output.outputs[0]
         ids, text, log_probs = tuple(drawn.token_ids), drawn.text, None
         if request.vocabulary:
@@ -114,12 +97,10 @@ class VllmEngine:
         of_tokens: dict[str, Any] = {"token_ids": ids, "log_probs": log_probs, "routed_experts": experts}
         return Response(*request.key, len(ids), text, finish_reason=drawn.finish_reason, **of_tokens)
 
-    def _scored(self, request: Request, output: Any) -> Response:
+    def _scored(self, request: SampleRequest, output: Any) -> Response:
         ids = request.response_token_ids
         places = output.prompt_logprobs[len(request.prompt_token_ids) :]
         log_probs = tuple(at[token].logprob for at, token in zip(places, ids, strict=True))
-        if request.record_to:
-            self._recorder.write(Path(request.record_to), request.prompt_token_ids + ids)
         experts = _experts(output.outputs[0], len(request.prompt_token_ids + ids))
         return Response(*request.key, len(ids), log_probs=log_probs, routed_experts=experts)
 
@@ -143,53 +124,3 @@ def _divide_logits(model: Any, by: float) -> None:
     """Have a model of vLLM give logits divided by a temperature, in FP32 as its sampler does it."""
     compute_logits = model.compute_logits
     model.compute_logits = lambda *args, **kwargs: compute_logits(*args, **kwargs).float() / by
-
-
-class OperationRecorder:
-    """Hooks on a model of vLLM; between `start` and `write` they keep inputs and outputs of every operation.
-
-    Only where vLLM runs the modules themselves: on a CPU, and on a GPU with enforce_eager=True. A compiled forward
-    leaves nothing here. `tools/gap/explain/operations.py` reads the records.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        self._calls: list[dict[str, Any]] | None = None
-        self._open: list[tuple[Tensor, ...]] = []
-        for name, module in model.named_modules():
-            if name.rpartition(".")[2] in _RECORDED:
-                module.register_forward_pre_hook(self._before, with_kwargs=True)
-                module.register_forward_hook(self._after(name), with_kwargs=True)
-
-    def start(self) -> None:
-        """Begin a record."""
-        self._calls, self._open = [], []
-
-    def write(self, path: Path, token_ids: Sequence[int]) -> None:
-        """End the record, and write it: token ids, dtype, arithmetic, and the calls in their order, in FP32."""
-        calls, self._calls = self._calls, None
-        with new_file(path, replace=True) as scratch:
-            content = {
-                "token_ids": list(token_ids),
-                "dtype": self._dtype,
-                "arithmetic": arithmetic_in_use(),
-                "calls": calls,
-            }
-            torch.save(content, scratch)
-
-    def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self._calls is not None:  # cloned now: vLLM's norms overwrite what they get
-            self._open.append(_kept((*args, *kwargs.values())))
-
-    def _after(self, name: str) -> Any:
-        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            if self._calls is not None:
-                outputs = _kept(output if isinstance(output, tuple) else (output,))
-                self._calls.append({"name": name, "inputs": self._open.pop(), "outputs": outputs})
-
-        return hook
-
-
-def _kept(values: Sequence[Any]) -> tuple[Tensor, ...]:
-    tensors = (value.detach() for value in values if isinstance(value, Tensor))
-    return tuple(x.to("cpu", torch.float32 if x.is_floating_point() else x.dtype, copy=True) for x in tensors)

@@ -7,15 +7,16 @@ dtypes, xᵢ is replaced by the difference of both on problem i, so that how har
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, NamedTuple
 
-import numpy as np
+import pandas as pd
 
 from verl_precision.tools.evaluate.settings import Evaluation
 from verl_precision.tools.jobs.journal import Key
 from verl_precision.tools.show.tables import finite, markdown_page, markdown_table
+
+PLACE = ["context", "data", "dtype"]
 
 
 class Drawn(NamedTuple):
@@ -29,113 +30,77 @@ class Drawn(NamedTuple):
 Outcomes = dict[str, dict[Key, Drawn]]  # by dtype
 
 
-@dataclass(frozen=True, eq=False)
-class Accuracy:
-    """One data set in one dtype and one context."""
-
-    data: str
-    context: int
-    dtype: str
-    shares_P: np.ndarray  # xᵢ
-    truncated: float  # share of the responses that the context cut
-    mean_tokens: float  # of a response
-
-    @property
-    def average(self) -> float:
-        """avg@k."""
-        return float(self.shares_P.mean())
-
-    @property
-    def error(self) -> float:
-        """Standard error of avg@k over problems; NaN for a single one."""
-        return standard_error(self.shares_P)
-
-    @property
-    def passed(self) -> float:
-        """pass@k: share of the problems with a correct response."""
-        return float((self.shares_P > 0).mean())
-
-
-@dataclass(frozen=True)
-class Difference:
-    """What another dtype changes for the same checkpoint, data set and context."""
-
-    data: str
-    context: int
-    dtype: str
-    reference: str  # dtype that is taken away
-    average: float  # avg@k of `dtype` minus that of `reference`
-    error: float  # standard error over problems
-
-
-def standard_error(values_P: np.ndarray) -> float:
-    """Return the standard error of the mean of values that are independent; NaN for a single one."""
-    return float(values_P.std(ddof=1) / math.sqrt(len(values_P))) if len(values_P) > 1 else math.nan
-
-
-def accuracies(
+def responses(
     evaluation: Evaluation, sets: Mapping[str, Sequence[str]], prompts: Mapping[str, Sequence[int]], outcomes: Outcomes
-) -> list[Accuracy]:
-    """Return one entry for each context, data set and dtype, in this order; `sets` has each set's identifiers."""
-    found = []
+) -> pd.DataFrame:
+    """Return each response as far as it goes in each context; `sets` has each set's identifiers of problems."""
+    rows = []
     for place, context in enumerate(evaluation.contexts):
         for data, names in sets.items():
-            room_P = np.array([context - len(prompts[name]) for name in names])
             for dtype in evaluation.dtypes:
-                drawn = [[outcomes[dtype][name, index] for index in range(evaluation.responses)] for name in names]
-                correct_PK = np.array([[each.correct[place] for each in row] for row in drawn])
-                tokens_PK = np.array([[each.tokens for each in row] for row in drawn])
-                cut_PK = np.array([[each.cut for each in row] for row in drawn]) | (tokens_PK > room_P[:, None])
-                tokens = float(np.minimum(tokens_PK, room_P[:, None]).mean())
-                found.append(Accuracy(data, context, dtype, correct_PK.mean(axis=1), float(cut_PK.mean()), tokens))
-    return found
+                for name in names:
+                    room = context - len(prompts[name])
+                    for index in range(evaluation.responses):
+                        tokens, cut, correct = outcomes[dtype][name, index]
+                        of_context = correct[place], cut or tokens > room, min(tokens, room)
+                        rows.append((context, data, dtype, name, *of_context))
+    return pd.DataFrame(rows, columns=[*PLACE, "problem", "correct", "truncated", "tokens"])
 
 
-def differences(found: Sequence[Accuracy]) -> list[Difference]:
-    """Return the paired difference of each two dtypes, the later one minus the earlier one."""
-    changes = []
-    for earlier, later in combinations(found, 2):
-        if (earlier.data, earlier.context) == (later.data, later.context):
-            change_P, place = later.shares_P - earlier.shares_P, (later.data, later.context, later.dtype)
-            changes.append(Difference(*place, earlier.dtype, float(change_P.mean()), standard_error(change_P)))
-    return changes
+def shares(drawn: pd.DataFrame) -> pd.Series:
+    """Return xᵢ, by context, data set, dtype and problem."""
+    return drawn.groupby([*PLACE, "problem"], sort=False)["correct"].mean()
 
 
-def markdown(
-    evaluation: Evaluation,
-    found: Sequence[Accuracy],
-    changes: Sequence[Difference],
-    left_out: Mapping[str, int],
-    versions: Mapping[str, str],
-) -> str:
+def accuracies(drawn: pd.DataFrame) -> pd.DataFrame:
+    """Return one row for each context, data set and dtype, in this order; the error of a single problem is NaN."""
+    of_problems, of_responses = shares(drawn).groupby(PLACE, sort=False), drawn.groupby(PLACE, sort=False)
+    columns = {
+        "average": of_problems.mean(),
+        "standard_error": of_problems.sem(),
+        "pass": (shares(drawn) > 0).groupby(PLACE, sort=False).mean(),
+        "truncated": of_responses["truncated"].mean(),
+        "mean_tokens": of_responses["tokens"].mean(),
+        "problems": of_problems.size(),
+    }
+    return pd.DataFrame(columns).reset_index()
+
+
+def differences(drawn: pd.DataFrame) -> pd.DataFrame:
+    """Return the paired difference of each two dtypes, the later one minus the earlier one, which is `reference`."""
+    by_dtype, found = shares(drawn).unstack("dtype"), []
+    for earlier, later in combinations(drawn["dtype"].unique(), 2):
+        change = (by_dtype[later] - by_dtype[earlier]).groupby(PLACE[:2], sort=False)
+        of_pair = pd.DataFrame({"average": change.mean(), "standard_error": change.sem()}).reset_index()
+        found.append(of_pair.assign(dtype=later, reference=earlier))
+    return pd.concat(found) if found else pd.DataFrame()
+
+
+def markdown(evaluation: Evaluation, drawn: pd.DataFrame, left_out: Mapping[str, int], versions: dict[str, str]) -> str:
     """Return the tables with what is needed to make them again."""
-    places = list(dict.fromkeys((each.data, each.context) for each in found))
-    by_place = {(each.data, each.context, each.dtype): _percent(each.average, each.error) for each in found}
     k = evaluation.responses
     about = (
         f"{evaluation.model}; {k} responses to each problem, temperature {evaluation.temperature:g}, top_p "
         f"{evaluation.top_p:g}, seed {evaluation.seed}; reward {evaluation.reward}."
     )
-    lines = [f"avg@{k} in percent, ± its standard error over problems:", ""]
-    lines += markdown_table(
-        ["dtype", *(f"{data} ({context})" for data, context in places)],
-        [[dtype, *(by_place[data, context, dtype] for data, context in places)] for dtype in evaluation.dtypes],
-    )
-    columns = (f"avg@{k}", f"pass@{k}", "truncated", "mean tokens", "problems")
+    columns = ["data", "context", "dtype", f"avg@{k}", f"pass@{k}", "truncated", "mean tokens", "problems"]
     rows = [
         [
-            *(each.data, str(each.context), each.dtype, _percent(each.average, each.error), _percent(each.passed)),
-            *(_percent(each.truncated), f"{each.mean_tokens:.0f}", str(len(each.shares_P))),
+            *(each["data"], str(each["context"]), each["dtype"], _percent(each["average"], each["standard_error"])),
+            *(_percent(each["pass"]), _percent(each["truncated"]), f"{each['mean_tokens']:.0f}", str(each["problems"])),
         ]
-        for each in found
+        for each in accuracies(drawn).to_dict("records")
     ]
-    lines += ["", *markdown_table(["data", "context", "dtype", *columns], rows)]
-    if changes:
+    lines = ["Accuracies in percent, ± the standard error over problems:", "", *markdown_table(columns, rows)]
+    if changes := differences(drawn).to_dict("records"):
+        lines += ["", "The same checkpoint in two dtypes, problem by problem, in points:", ""]
         rows = [
-            [each.data, str(each.context), f"{each.dtype} - {each.reference}", _percent(each.average, each.error, "+")]
+            [
+                *(each["data"], str(each["context"]), f"{each['dtype']} - {each['reference']}"),
+                _percent(each["average"], each["standard_error"], "+"),
+            ]
             for each in changes
         ]
-        lines += ["", "The same checkpoint in two dtypes, problem by problem, in points:", ""]
         lines += markdown_table(["data", "context", "dtypes", f"difference of avg@{k}"], rows)
     for name, count in left_out.items():
         if count:
@@ -147,18 +112,14 @@ def _percent(share: float, error: float = math.nan, sign: str = "") -> str:
     return format(100 * share, f"{sign}.2f") + ("" if math.isnan(error) else f" ± {100 * error:.2f}")
 
 
-def summary(
-    found: Sequence[Accuracy], changes: Sequence[Difference], problems: dict[str, list[str]], left_out: dict[str, int]
-) -> dict[str, Any]:
+def summary(drawn: pd.DataFrame, left_out: dict[str, int]) -> dict[str, Any]:
     """Return everything measured for JSON, the share of correct responses to each problem included."""
-
-    def fields(each: Accuracy | Difference, *more: str) -> dict[str, Any]:
-        shown = {name: getattr(each, name) for name in ("data", "context", "dtype", "average", *more)}
-        return shown | {"standard_error": finite(each.error)}
-
+    of_problems = shares(drawn)
     results = [
-        fields(each, "truncated", "mean_tokens")
-        | {"pass": each.passed, "problems": dict(zip(problems[each.data], each.shares_P.tolist(), strict=True))}
-        for each in found
+        each | {"problems": of_problems[tuple(each[name] for name in PLACE)].to_dict()}
+        for each in accuracies(drawn).to_dict("records")
     ]
-    return {"results": results, "differences": [fields(each, "reference") for each in changes], "left_out": left_out}
+    changes = differences(drawn).to_dict("records")
+    for each in (*results, *changes):
+        each["standard_error"] = finite(each["standard_error"])
+    return {"results": results, "differences": changes, "left_out": left_out}

@@ -1,14 +1,25 @@
-"""What `verl-precision evaluate` evaluates."""
+"""What `verl-precision evaluate` evaluates, and which problems `verl-precision sanity-set` keeps."""
 
+from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from verl_precision.base.dtypes import Dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.settings import command_option, option, require_each_once, settings
-from verl_precision.tools.jobs.settings import JudgedJob
+from verl_precision.tools.evaluate.schedule import Window
+from verl_precision.tools.jobs.settings import JobSettings
+
+
+@settings(command_option, kw_only=True)
+class JudgedJob(JobSettings):
+    """A job whose responses to problems are judged."""
+
+    reward: str = option(default="verl", help="verl, math-verify, or FILE.py:FUNCTION with verl's signature.")
+    pass_score: float = option(default=1.0, help="Lowest score of a correct response.")
+    keep_text: bool = option(default=False, help="Write the responses' text into the journal.", recorded=False)
 
 
 @settings(command_option, kw_only=True)
@@ -39,15 +50,39 @@ class Evaluation(JudgedJob):
         require_each_once("--context", self.contexts)
         require_each_once("--dtype", self.dtypes)
         if self.temperature == 0 and self.responses > 1:
-            raise ConfigurationError(
-                "at temperature 0 all responses to a problem are the same",
-                setting="--responses",
-                value=self.responses,
-                allowed="1",
-                remedy="Give --responses 1, or a --temperature above 0.",
-            )
+            problem, remedy = "at temperature 0 all responses to a problem are the same", "Give --temperature above 0."
+            given: dict[str, Any] = {"setting": "--responses", "value": self.responses, "allowed": "1"}
+            raise ConfigurationError(problem, remedy=remedy, **given)
 
     @property
     def longest_context(self) -> int:
         """The context that responses are drawn in."""
         return max(self.contexts)
+
+
+@settings(command_option, kw_only=True)
+class SanitySet(JudgedJob):
+    """A data set, and the window of accuracies in which its problems are kept."""
+
+    verb: ClassVar[str] = "sanity-set"
+    data: Path = option(argument=True, help="Data set in verl's format: a .parquet or .jsonl file.", recorded=False)
+    model: str = option("--model", "-m", help="Folder or hub name of the model that will be trained.")
+    responses_per_problem: int = option(
+        "--responses-per-problem", "-n", default=Window.responses, help="Number of responses.", ge=1
+    )
+    low: Fraction = option(default=Window.low, help="Lowest accuracy kept, e.g. 0.2 or 1/5.")
+    high: Fraction = option(default=Window.high, help="Highest accuracy kept.")
+    dtype: Dtype = option(default="fp16", help="Dtype of the engine.")
+    max_prompt_length: int = option(default=1024, help="Largest number of tokens; longer prompts are left out.", ge=1)
+    max_response_length: int = option(default=6976, help="Largest number of tokens; longer responses are cut.", ge=1)
+    in_flight: int = option(default=512, help="Responses that each engine draws at a time.", ge=1, recorded=False)
+    all_responses: bool = option(default=False, help="Also draw for decided problems.", recorded=False)
+
+    def __post_init__(self) -> None:
+        """Refuse a window that cannot keep anything."""
+        self.window  # noqa: B018 - it refuses
+
+    @property
+    def window(self) -> Window:
+        """The accuracies that are kept."""
+        return Window(self.responses_per_problem, self.low, self.high)

@@ -47,8 +47,8 @@ def explain(
     With --recipe, settings are the recipe's. With --run, summarise what a finished run recorded and print the command
     that measures the rest.
 
-    Writes explanation.html and explanation.json. A job that was interrupted continues when the command is repeated. One
-    model is in memory at a time.
+    Writes explanation.json. A job that was interrupted continues when the command is repeated. One model is in memory
+    at a time.
     """
     from verl_precision.base.settings import command_option
     from verl_precision.base.versions import require_packages
@@ -64,7 +64,7 @@ def explain(
 
             show_run(run, console)
         return
-    require_packages("explain", *FIGURES, *ENGINES, "verl")
+    require_packages("explain", *ENGINES, "verl")
     if recipe is not None:
         with silence_third_party():
             from verl_precision.tools.checking.composing import compose_recipe

@@ -1,5 +1,6 @@
 """Every job that draws or scores: its folder, its journal, its engines, the loop over its tasks, and what it leaves."""
 
+import math
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,15 +16,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from verl_precision.base.files import write_file
 from verl_precision.base.versions import installed_versions
-from verl_precision.tools.engines.engine import Engine, Request, Response
-from verl_precision.tools.engines.engine_process import EngineProcess
+from verl_precision.tools.engines.engine import Response, SampleRequest
+from verl_precision.tools.engines.engine_process import EngineProcess, RayEngines
 from verl_precision.tools.jobs.journal import Journal, Key
 from verl_precision.tools.jobs.settings import JobSettings
 from verl_precision.tools.show.tables import write_json
 
 _VERSION = "version of "
 PROMPTS = "prompt_token_ids"
-_SECONDS_BETWEEN_UPDATES = 0.5
+_SECONDS_BETWEEN_LINES = 60
 
 
 class Tasks:
@@ -43,20 +44,21 @@ class Tasks:
         """How much is done; the tasks are finished when this is `total`."""
         return len(self._finished)
 
-    def next_requests(self, limit: int) -> list[Request]:
+    @property
+    def words(self) -> str:
+        """What `done` counts."""
+        return self._words
+
+    def next_requests(self, limit: int) -> list[SampleRequest]:
         """Return up to so many requests, each once."""
         return [self._request(*key) for key in islice(self._unasked, limit)]
 
-    def _request(self, problem: str, response: int) -> Request:
+    def _request(self, problem: str, response: int) -> SampleRequest:
         raise NotImplementedError
 
     def record(self, response: Response) -> None:
         """Write a response to the journal, then count it."""
         raise NotImplementedError
-
-    def progress(self) -> str:
-        """Say in words what `done` counts."""
-        return self._words
 
 
 class Job:
@@ -67,10 +69,10 @@ class Job:
         self._recorded: dict[str, Any] = {}
 
     @contextmanager
-    def journal(self, recorded: Mapping[str, Any], outputs: Collection[str] | None = None) -> Iterator[Journal]:
+    def journal(self, recorded: Mapping[str, Any]) -> Iterator[Journal]:
         """Open the journal; arguments and errors are those of `Journal`."""
         self._recorded = {name: value for name, value in recorded.items() if not name.startswith((_VERSION, PROMPTS))}
-        with closing(Journal(self.folder, recorded, outputs)) as journal:
+        with closing(Journal(self.folder, recorded)) as journal:
             if journal.resumed > 0:
                 torn = "; a torn last line was cut off" if journal.torn else ""
                 self.console.print(f"resuming: {journal.resumed} responses are in the journal{torn}", highlight=False)
@@ -103,25 +105,23 @@ class Job:
         self.console.print(f"wrote {', '.join(names)} to {self.folder}", highlight=False, soft_wrap=True)
 
 
-def work_through(engine: Engine, tasks: Tasks, in_flight: int, console: Console) -> None:
+def work_through(engine: EngineProcess | RayEngines, tasks: Tasks, in_flight: int, console: Console) -> None:
     """Ask an engine until the tasks are finished; what is still in flight then is left unfinished.
 
-    `in_flight` responses for each engine keep it full. Progress is a live bar on a terminal, a line for each tenth
-    and each minute elsewhere.
+    `in_flight` responses for each engine keep it full. Progress is a live bar on a terminal, a line a minute elsewhere.
     """
-    asked, tenth, due, said = 0, -1, 0.0, 0.0
+    asked, said = 0, -math.inf
     left = TimeRemainingColumn(elapsed_when_finished=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), left)
     with Progress(*columns, console=console, refresh_per_second=2, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=tasks.total)
         while True:
-            if time.monotonic() >= due or tasks.done == tasks.total:  # the words of a large job take a while to make
-                bar.update(task, completed=tasks.done, description=tasks.progress())
-                due = time.monotonic() + _SECONDS_BETWEEN_UPDATES
-            if not console.is_terminal and (tasks.done * 10 // tasks.total > tenth or time.monotonic() >= said + 60):
-                tenth, said = tasks.done * 10 // tasks.total, time.monotonic()
-                console.print(f"{tasks.done}/{tasks.total} {tasks.progress()}", highlight=False)
-            if tasks.done == tasks.total:
+            finished, now = tasks.done == tasks.total, time.monotonic()
+            bar.update(task, completed=tasks.done, description=tasks.words)
+            if not console.is_terminal and (finished or now >= said + _SECONDS_BETWEEN_LINES):
+                console.print(f"{tasks.done}/{tasks.total} {tasks.words}", highlight=False)
+                said = now
+            if finished:
                 return
             wanted = tasks.next_requests(in_flight * engine.engines - asked)
             if wanted:
@@ -137,10 +137,6 @@ def recorded_versions() -> dict[str, str]:
     return {f"{_VERSION}{name}": version for name, version in installed_versions().items()}
 
 
-def start_engine(build: partial, name: str, folder: Path, ray_address: str | None) -> Engine:
+def start_engine(build: partial, name: str, folder: Path, ray_address: str | None) -> EngineProcess | RayEngines:
     """Start one engine on this machine, or with an address one on each GPU of that Ray cluster; see `complete`."""
-    if ray_address is None:
-        return EngineProcess(build, name, folder / "logs")
-    from verl_precision.tools.engines.ray_engines import RayEngines
-
-    return RayEngines(build, ray_address)
+    return EngineProcess(build, name, folder / "logs") if ray_address is None else RayEngines(build, ray_address)

@@ -7,7 +7,7 @@ are kept; a torn last line (killed while writing) is cut off, so that its respon
 import fcntl
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -25,29 +25,28 @@ Key = tuple[str, int]  # (problem, index of the response)
 class Journal:
     """The file, open for this process alone."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], outputs: Collection[str] | None = None) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         """Open the journal of a job to continue it, or begin one; the job's folder is made.
 
         `settings` are everything that decides which responses are drawn and how they are judged, as JSON values. A
-        folder without a journal that has one of the `outputs`, or with None any file, belongs to somebody else.
-
-        Raises:
-            ConfigurationError: If the folder is not this job's, or another process works in it.
-            CheckpointStateError: If it is no journal.
+        folder that belongs to somebody else, or in which another process works, is a `ConfigurationError`; a file that
+        is no journal is a `CheckpointStateError`.
         """
         self.path = folder / JOURNAL
         require_regular(self.path)
         if not self.path.exists():
-            _require_free(folder, outputs)
+            _require_free(folder)
             folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as closed_on_error:
             self._file = closed_on_error.enter_context(open(self.path, "a+b"))
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                problem, allowed = f"{self.path}: another process is writing it", "one process for each --output"
-                remedy = "Wait for it, or give another --output."
-                raise ConfigurationError(problem, allowed=allowed, remedy=remedy) from None
+                problem, remedy = (
+                    f"{self.path}: another process is writing it",
+                    "Wait for it, or give another --output.",
+                )
+                raise ConfigurationError(problem, remedy=remedy) from None
             self._file.seek(0)
             lines = [len(line) for line in self._file if line.endswith(b"\n")]
             self.resumed, complete = len(lines) - 1, sum(lines)  # records that were there
@@ -60,52 +59,36 @@ class Journal:
                 self.append({"settings": settings})
             closed_on_error.pop_all()
 
-    def append(self, record: Mapping[str, Any]) -> int:
-        """Write a record without what is None; it survives the end of this process. Return its position."""
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write a record without what is None; it survives the end of this process."""
         content = {key: value for key, value in record.items() if value is not None}
-        position = self._file.seek(0, os.SEEK_END)
         self._file.write(json.dumps(content, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
-        return position
 
-    def read(self, position: int) -> dict[str, Any]:
-        """Return the record at a position."""
-        self._file.seek(position)
-        return json.loads(self._file.readline())
-
-    def records(self, fields: Mapping[str, type]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield position and content of each record; one without such fields of these types is an error."""
-        for number, position, record in islice(self._objects(), 1, None):
-            for name, kind in fields.items():
-                if type(record.get(name)) is not kind:
-                    raise self._damaged(number, f"{name} is {record.get(name)!r} and not of type {kind.__name__}")
-            yield position, record
+    def records(self, fields: Mapping[str, type]) -> Iterator[dict[str, Any]]:
+        """Yield each record; one without such fields of these types is an error."""
+        with self.path.open("rb") as content:
+            for number, line in islice(enumerate(content, start=1), 1, None):
+                yield self._record(number, line, fields)
 
     def close(self) -> None:
         """Close the file and let others have it."""
         self._file.close()
 
-    def _objects(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """Yield number, position and object of each line."""
-        position = 0
-        with self.path.open("rb") as content:
-            for number, line in enumerate(content, start=1):
-                try:
-                    value = json.loads(line)
-                except ValueError:
-                    value = None
-                if not isinstance(value, dict):
-                    raise self._damaged(number, f"it is not a JSON object: {line[:60]!r}")
-                yield number, position, value
-                position += len(line)
-
-    def _damaged(self, line: int, problem: str) -> CheckpointStateError:
-        return CheckpointStateError(f"{self.path}, line {line}: {problem}", remedy=START_AGAIN)
+    def _record(self, number: int, line: bytes, fields: Mapping[str, type]) -> dict[str, Any]:
+        """Return the object of a line, which has these fields."""
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or any(type(record.get(name)) is not kind for name, kind in fields.items()):
+            problem = f"it is no JSON object with {', '.join(fields)} of the right types: {line[:60]!r}"
+            raise CheckpointStateError(f"{self.path}, line {number}: {problem}", remedy=START_AGAIN)
+        return record
 
     def _require_same(self, now: Mapping[str, Any]) -> None:
-        then = next(self._objects())[2].get("settings")
-        if not isinstance(then, dict):
-            raise self._damaged(1, "no settings, so it is not a journal of this command")
+        with self.path.open("rb") as content:
+            then = self._record(1, content.readline(), {"settings": dict})["settings"]
         changes = "; ".join(
             f"{name}: {repr(then.get(name))[:_SHOWN]} there, {repr(now.get(name))[:_SHOWN]} now"
             for name in {**then, **now}
@@ -113,16 +96,13 @@ class Journal:
         )
         if changes:
             problem = f"{self.path} was begun with other settings ({changes}), and both would not be one experiment"
-            allowed = "the settings that it was begun with"
-            raise ConfigurationError(problem, allowed=allowed, remedy="Give those, or a new --output.")
+            raise ConfigurationError(problem, remedy="Give those that it was begun with, or a new --output.")
 
 
-def _require_free(folder: Path, outputs: Collection[str] | None) -> None:
+def _require_free(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError("it is a file", setting="--output", value=folder, allowed="a folder")
-    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    taken = [name for name in found if outputs is None or name in outputs]
-    if taken:
-        problem = f"it has {taken[0]} and no {JOURNAL}, so no job can be continued in it; nothing was written"
+    if found := sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []:
+        problem = f"it has {found[0]} and no {JOURNAL}, so no job can be continued in it; nothing was written"
         allowed = "a new folder, an empty one, or that of an earlier job"
         raise ConfigurationError(problem, setting="--output", value=folder, allowed=allowed)

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from hashlib import sha256
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow
 from pyarrow import parquet
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import naming_file, new_file
-from verl_precision.base.settings import recorded
 from verl_precision.integration.ledger import require_feature
 from verl_precision.tools.engines.model import Model, Prompt, tokenize
-from verl_precision.tools.jobs.settings import BUILT_IN_PROMPTS, JudgedJob, PromptedJob
+from verl_precision.tools.jobs.settings import BUILT_IN_PROMPTS, PromptedJob
 from verl_precision.tools.rewards import boxed_answer
 from verl_precision.tools.rewards.math_answers import require_math_verify
 
@@ -65,13 +64,9 @@ def read_data_set(path: Path) -> DataSet:
 
     The first thing that is wrong is refused with its file, row and field.
     """
-    table = _table(path, str(path))
+    table = _table(path)
     if table.num_rows == 0:
         raise ConfigurationError(f"{path}: no rows in it", allowed="one problem a row", remedy="Check the file.")
-    for column, meaning in _REQUIRED.items():
-        if column not in table.column_names:
-            problem = f"{path}: no column {column!r} ({meaning}); there are {', '.join(table.column_names)}"
-            raise ConfigurationError(problem, allowed="verl's format", remedy="`verl-precision data` writes it.")
     columns = [name for name in (*_REQUIRED, "extra_info") if name in table.column_names]
     problems: dict[str, Problem] = {}
     for row, values in enumerate(table.select(columns).to_pylist()):
@@ -91,23 +86,26 @@ def read_rows(path: Path, option: str = "") -> list[Any]:
 
     Errors call the file by its `option`.
     """
-    name = f"{option} {path}".strip()
+    name, allowed = f"{option} {path}".strip(), ".parquet, or .jsonl with one JSON object a line"
+    if not path.is_file():
+        raise ConfigurationError(f"{name}: no such file", allowed=allowed, remedy="Check the path.")
     if path.suffix == ".parquet":
-        return _table(path, name).to_pylist()
-    _require_file(path, name)
+        return _table(path).to_pylist()
+    if path.suffix not in (".jsonl", ".json"):
+        raise ConfigurationError(f"{name}: unknown format {path.suffix!r}", allowed=allowed)
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         try:
             rows += [json.loads(line)] if line.strip() else []
         except ValueError as error:
-            raise ConfigurationError(f"{name}, line {number}: {error}", allowed="one JSON object a line") from None
+            raise ConfigurationError(f"{name}, line {number}: {error}", allowed=allowed) from None
     return rows
 
 
-def problem_tokens(problems: Iterable[Problem], model: Model) -> dict[str, tuple[int, ...]]:
-    """Return the prompts of distinct problems as tokens, by identifier."""
-    prompts = {problem.identifier: problem.prompt for problem in problems}
-    return dict(zip(prompts, tokenize(list(prompts.values()), model), strict=True))
+def _table(path: Path) -> pyarrow.Table:
+    with naming_file(path):
+        whole = path.suffix == ".parquet" and path.is_file()
+        return parquet.read_table(path) if whole else pyarrow.Table.from_pylist(read_rows(path))
 
 
 def prompt_tokens(job: PromptedJob, model: Model, sampler: Model, response_tokens: int) -> list[tuple[int, ...]]:
@@ -115,14 +113,11 @@ def prompt_tokens(job: PromptedJob, model: Model, sampler: Model, response_token
     token_ids = tokenize(read_prompts(job.prompts, job.prompt_field, job.max_prompts), model)
     longest = max(map(len, token_ids))
     if sampler.context is not None and longest + response_tokens > sampler.context:
-        spare = response_tokens - job.max_response_tokens
         raise ConfigurationError(
             f"the longest prompt has {longest} tokens, and the model's context {sampler.context}",
-            setting="--max-response-tokens",
-            value=job.max_response_tokens,
-            allowed=f"up to {max(sampler.context - longest - spare, 0)}",
+            setting="--max-response-tokens", value=job.max_response_tokens,
             remedy="Lower it, or leave long prompts out.",
-        )
+        )  # fmt: skip
     return token_ids
 
 
@@ -136,16 +131,13 @@ def read_prompts(path: str, field: str = "prompt", limit: int | None = None) -> 
     rows = read_rows(Path(path), "--prompts")[:limit]
     if not rows:
         raise ConfigurationError(f"--prompts {path}: the file has no rows", allowed="one prompt a row")
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict) or field not in row:
-            found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-            problem = f"--prompts {path}: row {number} has no field {field!r} (it has: {found})"
-            raise ConfigurationError(problem, allowed="a prompt in it", remedy="Name yours with --prompt-field.")
-        if not (_is_chat(row[field]) or (isinstance(row[field], str) and row[field])):
-            problem = f"--prompts {path}: field {field!r} of row {number} is {str(row[field])[:80]!r}"
+    prompts = [row.get(field) if isinstance(row, dict) else None for row in rows]
+    for number, prompt in enumerate(prompts):
+        if not (_is_chat(prompt) or (isinstance(prompt, str) and prompt)):
+            problem = f"--prompts {path}: field {field!r} of row {number} is {str(prompt)[:80]!r}"
             allowed = "text, or a list of {role, content}, that is not empty"
-            raise ConfigurationError(problem, allowed=allowed, remedy="Correct it, or leave the row out.")
-    return [row[field] for row in rows]
+            raise ConfigurationError(problem, allowed=allowed, remedy="Name the field with --prompt-field.")
+    return prompts  # type: ignore[return-value]
 
 
 def _is_chat(value: Any) -> bool:
@@ -158,28 +150,14 @@ def _is_chat(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(is_message, value))
 
 
-def _require_file(path: Path, name: str) -> None:
-    allowed = ".parquet, or .jsonl with one JSON object a line"
-    if not path.is_file():
-        raise ConfigurationError(f"{name}: no such file", allowed=allowed, remedy="Check the path.")
-    if path.suffix not in (".parquet", ".jsonl", ".json"):
-        raise ConfigurationError(f"{name}: unknown format {path.suffix!r}", allowed=allowed)
-
-
-def _table(path: Path, name: str) -> pyarrow.Table:
-    _require_file(path, name)
-    with naming_file(path):
-        return parquet.read_table(path) if path.suffix == ".parquet" else pyarrow.Table.from_pylist(read_rows(path))
-
-
 def _problem(path: Path, row: int, values: dict[str, Any]) -> Problem:
-    prompt, source, rewarded = (values[name] for name in _REQUIRED)
+    prompt, source, rewarded = (cast(Any, values.get(name)) for name in _REQUIRED)
     truth = rewarded.get("ground_truth") if isinstance(rewarded, dict) else None
     right = (_is_chat(prompt), source and isinstance(source, str), truth is not None)
-    for field, fits in zip(_REQUIRED, right, strict=True):
+    for (field, allowed), fits in zip(_REQUIRED.items(), right, strict=True):
         if not fits:
-            problem = f"{path}, row {row}: {field} is {values[field]!r}"
-            raise ConfigurationError(problem, allowed=_REQUIRED[field], remedy="Correct the data set.")
+            problem, remedy = f"{path}, row {row}: {field} is {values.get(field)!r}", "`verl-precision data` writes it."
+            raise ConfigurationError(problem, allowed=allowed, remedy=remedy)
     # Columns that parquet fills with null for other rows' keys do not make a problem another one.
     messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
     content = json.dumps([messages, source, truth], sort_keys=True, ensure_ascii=False, default=str)
@@ -195,7 +173,7 @@ class Reward:
     `acc` decides if there is one, else its `score`.
     """
 
-    name: str  # in the settings; it changes when the function does
+    name: str  # in a job's recorded settings; it changes when the function does
     pass_score: float  # smallest score of a correct response
     score: Callable[..., Any]  # (data_source, solution_str, ground_truth, extra_info) -> number, or dict with score
     reads_empty: bool = False  # whether an empty ground truth can be compared with
@@ -232,11 +210,6 @@ class Reward:
         return found
 
 
-def recorded_judgement(job: JudgedJob, reward: Reward) -> dict[str, Any]:
-    """Return a job's recorded settings; a reward's name there changes when its function does."""
-    return recorded(job) | {"reward": reward.name}
-
-
 def load_reward(name: str, pass_score: float = 1.0) -> Reward:
     """Return the reward of a name.
 
@@ -251,15 +224,14 @@ def load_reward(name: str, pass_score: float = 1.0) -> Reward:
     if name == "math-verify":
         require_math_verify()
         return Reward(name, pass_score, boxed_answer.compute_score)
+    file, _, function = name.rpartition(":") if ".py:" in name else (name, "", "")
+    location = str(Path(file).expanduser())
     if name.startswith(PACKAGE):
-        module_name, _, function = name.removeprefix(PACKAGE).partition(":")
-        location = PACKAGE + module_name
-    else:
-        file, _, function = name.rpartition(":") if ".py:" in name else (name, "", "")
-        location = str(Path(file).expanduser())
-        if not location.endswith(".py"):
-            allowed = "verl, math-verify, or FILE.py:FUNCTION or pkg://MODULE:FUNCTION with verl's signature"
-            raise _refusal(name, "no such reward", allowed)
+        location, _, function = name.removeprefix(PACKAGE).partition(":")
+        location = PACKAGE + location
+    elif not location.endswith(".py"):
+        allowed = "verl, math-verify, or FILE.py:FUNCTION or pkg://MODULE:FUNCTION with verl's signature"
+        raise _refusal(name, "no such reward", allowed)
     function = function or "compute_score"
     require_feature("reward functions")
     from verl.utils.import_utils import load_module

@@ -8,6 +8,7 @@ from verl_precision.base.dtypes import Arithmetic
 from verl_precision.base.settings import command_option, option, settings
 
 BUILT_IN_PROMPTS = "built-in"
+FLASH = "flash_attention_2"  # computes in 16 bits only
 
 
 @settings(command_option, kw_only=True)
@@ -33,11 +34,6 @@ class JobSettings:
         """The folder of the results."""
         return self.output or Path("outputs") / self.verb / re.sub(r"[^\w.-]+", "-", Path(self.model).name)
 
-    @property
-    def title(self) -> str:
-        """The model's name in figures: two parts of its path, since a folder may be called `model`."""
-        return "/".join(Path(self.model).parts[-2:])
-
 
 @settings(command_option, kw_only=True)
 class PromptedJob(JobSettings):
@@ -61,12 +57,3 @@ class PromptedJob(JobSettings):
     arithmetic: Arithmetic = option(
         default="native", help="Operations of both engines: their kernels, or on a CPU ours in FP32 or FP64."
     )
-
-
-@settings(command_option, kw_only=True)
-class JudgedJob(JobSettings):
-    """A job whose responses to problems are judged."""
-
-    reward: str = option(default="verl", help="verl, math-verify, or FILE.py:FUNCTION with verl's signature.")
-    pass_score: float = option(default=1.0, help="Lowest score of a correct response.")
-    keep_text: bool = option(default=False, help="Write the responses' text into the journal.", recorded=False)

@@ -17,7 +17,7 @@ import numpy as np
 from verl_precision.base.errors import CheckpointStateError
 from verl_precision.base.seeds import response_seed
 from verl_precision.base.settings import recorded
-from verl_precision.tools.engines.engine import Request, Response
+from verl_precision.tools.engines.engine import Response, SampleRequest
 from verl_precision.tools.jobs.job import PROMPTS, Job, Tasks, recorded_versions
 from verl_precision.tools.jobs.journal import START_AGAIN, Journal, Key
 from verl_precision.tools.jobs.settings import PromptedJob
@@ -32,19 +32,16 @@ class Store:
         """Read which samples and scores the journal has."""
         self.job, self.journal, self.prompt_ids = job, journal, prompt_ids
         self.keys: list[Key] = [(str(p), r) for p in range(len(prompt_ids)) for r in range(job.responses)]
-        # (rollout dtype, train dtype, or None for the samples) -> response -> position in the journal
-        self.positions: dict[tuple[str, str | None], dict[Key, int]] = defaultdict(dict)
-        for position, record in journal.records(_FIELDS):
-            series = record["rollout"], record.get("train")
-            self.positions[series][record["problem"], record["response"]] = position
+        # (rollout dtype, train dtype, or None for the samples) -> what there is of that series
+        self.series: dict[tuple[str, str | None], dict[Key, Response]] = defaultdict(dict)
+        for record in journal.records(_FIELDS):
+            response = _response(record)
+            self.series[record["rollout"], record.get("train")][response.key] = response
 
-    def log_probs(self, rollout: str, train: str, keys: Sequence[Key]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return lengths [B], log π [N] and log μ [N] of some responses, in float64, with N = Σ lengths."""
-        mu, pi = (
-            [np.array(self.journal.read(self.positions[series][key])["log_probs"], np.float32) for key in keys]
-            for series in ((rollout, None), (rollout, train))
-        )
-        for (prompt, response), sampled, scored in zip(keys, mu, pi, strict=True):
+    def log_probs(self, rollout: str, train: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return lengths [B] of all responses, log π [N] and log μ [N] of their tokens, in float64."""
+        mu, pi = ([self.series[rollout, side][key].log_probs for key in self.keys] for side in (None, train))
+        for (prompt, response), sampled, scored in zip(self.keys, mu, pi, strict=True):
             if len(sampled) != len(scored):
                 problem = f"{self.journal.path}: response {response} to prompt {prompt} has {len(sampled)} tokens in "
                 problem += f"{rollout}, and {len(scored)} scores in {train}"
@@ -52,10 +49,16 @@ class Store:
         lengths = np.array([len(values) for values in mu])
         return lengths, np.concatenate(pi).astype(np.float64), np.concatenate(mu).astype(np.float64)
 
-    def routed_experts(self, rollout: str, train: str | None, key: Key) -> np.ndarray | None:
-        """Return which experts computed a response, int16 [tokens - 1, layers, top_k]; None if not recorded."""
-        found = self.journal.read(self.positions[rollout, train][key]).get("routed_experts")
-        return None if found is None else np.frombuffer(b64decode(found["data"]), "<i2").reshape(found["shape"])
+
+def _response(record: dict[str, Any]) -> Response:
+    log_probs, ids, experts = record["log_probs"], record.get("token_ids"), record.get("routed_experts")
+    if experts is not None:
+        experts = np.frombuffer(b64decode(experts["data"]), "<i2").reshape(experts["shape"])
+    return Response(
+        problem=record["problem"], response=record["response"], length=len(log_probs),
+        log_probs=np.array(log_probs, np.float32), token_ids=ids and tuple(ids), routed_experts=experts,
+        equal=record.get("equal"),
+    )  # fmt: skip
 
 
 @contextmanager
@@ -75,17 +78,17 @@ class Series(Tasks):
     ) -> None:
         """Find what is missing; `what` says what the series is, where the names do not; `keys` are all by default."""
         self._store, self._rollout, self._train = store, rollout, train
-        self._positions = store.positions[rollout, train]
+        self._found = store.series[rollout, train]
         what = what or f"responses sampled in {rollout}" + (f", scored in {train}" if train else "")
-        super().__init__(what, store.keys if keys is None else keys, self._positions)
+        super().__init__(what, store.keys if keys is None else keys, self._found)
 
-    def _request(self, problem: str, response: int) -> Request:
+    def _request(self, problem: str, response: int) -> SampleRequest:
         store, prompt = self._store, self._store.prompt_ids[int(problem)]
         if self._train is None:
             seed = response_seed(store.job.seed, problem, response)
-            return Request(problem, response, prompt, store.job.max_response_tokens, seed)
-        sample = store.journal.read(store.positions[self._rollout, None][problem, response])
-        return Request(problem, response, prompt, response_token_ids=tuple(sample["token_ids"]))
+            return SampleRequest(problem, response, prompt, store.job.max_response_tokens, seed)
+        drawn = store.series[self._rollout, None][problem, response].token_ids or ()
+        return SampleRequest(problem, response, prompt, response_token_ids=drawn)
 
     def record(self, response: Response) -> None:
         """Write a sample or a score, then count it."""
@@ -102,4 +105,5 @@ class Series(Tasks):
             "equal": response.equal,
             "routed_experts": experts,
         }
-        self._positions[response.key] = self._store.journal.append(record)
+        self._store.journal.append(record)
+        self._found[response.key] = _response(record)

@@ -1,10 +1,7 @@
-"""Figures of one look: as PNG files, and as images of a page."""
+"""Figures of one look, as PNG files."""
 
-from base64 import b64encode
-from io import BytesIO
 from pathlib import Path
 
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -31,11 +28,3 @@ def write_png(path: Path, figure: Figure, title: str) -> None:
     figure.suptitle(title)
     with new_file(path, replace=True) as scratch:
         figure.savefig(scratch, dpi=150)
-
-
-def image(figure: Figure, name: str) -> str:
-    """Return a figure as the source of an image: SVG whose text is text; the same figure gives the same characters."""
-    out = BytesIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "axes.formatter.min_exponent": 1}):  # 6, not 6·10⁰
-        figure.savefig(out, format="svg", metadata={"Date": None})
-    return "data:image/svg+xml;base64," + b64encode(out.getvalue()).decode()

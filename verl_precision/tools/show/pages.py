@@ -6,14 +6,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from verl_precision import __version__
-from verl_precision.tools.show.tables import number_text, percent_text, short_text
 
 
 def render(template: str, verb: str, **content: Any) -> str:
     """Return the page that a verb writes, from its template (a path below `tools`), which extends `show/base.html`."""
     loader = PackageLoader("verl_precision.tools", "")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    environment.filters |= {"number": number_text, "percent": percent_text, "short": short_text}
     return environment.get_template(template).render(mark=Markup(mark_of(verb)), version=__version__, **content)
 
 

@@ -1,8 +1,13 @@
-"""Which steps are faults, and which are the cost of a dtype."""
+"""How a gap is shared among the steps of a path, and which steps are faults rather than the cost of a dtype.
+
+In a mixture of experts the effect of other choices is a cause of its own (docs/explain.md has the formula). H(R) are
+the log-probs that the trainer's engine gives in FP32 when it computes with choices R. A step that changes the choices
+from R to R' has H(R') - H(R) of them, which the step `routing` gets; only a step that is a fault keeps its own.
+"""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,13 +15,11 @@ import numpy as np
 
 from verl_precision.base.dtypes import DTYPES, EXACT
 from verl_precision.base.files import table_of
-from verl_precision.tools.gap.explain.attribution import Attribution, Part, attribute
-from verl_precision.tools.gap.explain.operations import Operations
-from verl_precision.tools.gap.explain.routing import Routing, with_routing
 from verl_precision.tools.gap.explain.settings import Explanation
 from verl_precision.tools.gap.explain.variants import Variant, reference
 
 FLOOR = 2e-6  # nats: FP32's own rounding of a log-prob
+_SMALL = 1e-6  # below this gap k3(g)/g is g/2 to nine digits
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,33 @@ class Cause:
     most: float = 0.0
 
 
-_KNOWN = table_of(__file__, "causes.yaml")
-CAUSES = {name: Cause(**known) for name, known in _KNOWN.items()}
+CAUSES = {name: Cause(**known) for name, known in table_of(__file__, "causes.yaml").items()}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one step of the path does."""
+
+    nats: float  # its part of the mean |g|, nats. Negative where it undoes what others do
+    k3: float  # its part of the k3
+    size: float  # mean |δ| of its own, nats: its size, whatever the others do
+    without: float  # the k3 that would be left without it
+    equal: float  # the share of the tokens that it leaves as they are, to the last bit
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """A gap and its parts, in the order of the path."""
+
+    parts: tuple[Part, ...]
+    nats: float  # mean |g|
+    k3: float  # mean of e^g - 1 - g: KL(μ‖π) a token
+    tokens: int
+    left_out: int  # tokens without a finite log-prob in some variant
+
+    def share(self, part: Part) -> float:
+        """Return a part's share of the k3; 0 where there is no gap."""
+        return part.k3 / self.k3 if self.k3 else 0.0
 
 
 @dataclass(frozen=True)
@@ -52,15 +80,59 @@ class Result:
 
     chain: list[Variant]  # the variants from rollout to trainer, and with a mixture of experts `routing` at the end
     findings: list[Finding]  # of each step, faults first
-    attribution: Attribution  # the gap and its parts, in the order of the path
+    attribution: Attribution
     bf16_cost: float  # mean |δ| that BF16 makes in the trainer's engine, nats, with the same experts
-    operations: dict[str, Operations]  # variant of vLLM -> what its operations do, on one sequence; empty if compiled
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What other choices do."""
+
+    log_probs: Mapping[str, np.ndarray]  # variant -> H of its choices, all tokens, nats
+    changed: float  # share of the choices that differ between rollout and trainer, over all layers and tokens
+
+
+def attribute(log_probs: Sequence[np.ndarray]) -> Attribution:
+    """Share the gap g = ℓ_K - ℓ_0 of each token among the steps δ_i = ℓ_i - ℓ_{i-1}, whose sum it is.
+
+    A step's part of |g| is δ_i sign(g), and of k3(g) = e^g - 1 - g it is δ_i k3(g)/g. Both sum to the whole token by
+    token, and so do their means. Where steps are small and independent, k3(g)/g ≈ g/2 makes the part E[δ_i g]/2, to
+    which only δ_i² contributes: parts are shares of the variance. The log-probs ℓ_0 to ℓ_K, float64 [N] each, are in
+    nats; tokens with a value that is not finite are left out, and counted.
+    """
+    log_probs_KN = np.stack(log_probs)
+    finite_N = np.isfinite(log_probs_KN).all(axis=0)
+    log_probs_KN = log_probs_KN[:, finite_N]
+    steps_KN = np.diff(log_probs_KN, axis=0)
+    gap_N = log_probs_KN[-1] - log_probs_KN[0]
+    small_N = np.abs(gap_N) < _SMALL
+    slope_N = np.where(small_N, gap_N / 2, _k3(gap_N) / np.where(small_N, 1, gap_N))
+    tokens = max(gap_N.size, 1)
+    columns = (
+        steps_KN @ np.sign(gap_N),
+        steps_KN @ slope_N,
+        np.abs(steps_KN).sum(axis=1),
+        _k3(gap_N - steps_KN).sum(axis=1),
+        (steps_KN == 0).sum(axis=1),
+    )
+    parts = tuple(Part(*of_step) for of_step in (np.stack(columns, axis=1) / tokens).tolist())
+    nats, k3 = float(np.abs(gap_N).sum() / tokens), float((gap_N * slope_N).sum() / tokens)
+    return Attribution(parts, nats, k3, gap_N.size, int((~finite_N).sum()))
+
+
+def _k3(gap: np.ndarray) -> np.ndarray:
+    """Return e^g - 1 - g, to nine digits also of small ones, where the terms cancel."""
+    return np.where(np.abs(gap) < _SMALL, gap * gap / 2, np.expm1(gap) - gap)
 
 
 def judge(
-    job: Explanation, chain: list[Variant], log_probs: Mapping[str, np.ndarray], routing: Routing | None,
-    operations: dict[str, Operations], evidence: Mapping[str, str], terms: int,
-) -> Result:  # fmt: skip
+    job: Explanation,
+    chain: list[Variant],
+    log_probs: Mapping[str, np.ndarray],
+    routing: Routing | None,
+    evidence: Mapping[str, str],
+    terms: int,
+) -> Result:
     """Share the gap among the steps, and judge each; `log_probs` has those of the reference too.
 
     `terms` is the model's `longest_sum`.
@@ -76,14 +148,30 @@ def judge(
         if routing is not None:
             steps, values = with_routing(chain, log_probs, routing, kept)
         attribution = attribute(values)
-        found = findings(job, steps, attribution, bf16_cost, evidence, terms)
-        return Result(steps, found, attribution, bf16_cost, operations)
+        return Result(steps, findings(job, steps, attribution, bf16_cost, evidence, terms), attribution, bf16_cost)
 
     # Steps that are no rounding, and then all that are faults: what they do to the choice of experts is their own.
     no_rounding = {cause for cause, known in CAUSES.items() if not known.rounding_of}
     first = judged(no_rounding)
     faults = {each.variant.cause for each in first.findings if each.fault}
     return judged(no_rounding | faults) if routing is not None else first
+
+
+def with_routing(
+    chain: Sequence[Variant], log_probs: Mapping[str, np.ndarray], routing: Routing, kept: Collection[str]
+) -> tuple[list[Variant], list[np.ndarray]]:
+    """Take what other choices do out of the steps, and return path and log-probs with one step more, which has it.
+
+    Steps of the causes `kept` keep it: other weights choose other experts, and that is not rounding.
+    """
+    moved = np.zeros_like(log_probs[chain[0].name])
+    found = [log_probs[chain[0].name]]
+    for before, after in pairwise(chain):
+        if after.cause not in kept:
+            moved = moved + routing.log_probs[after.name] - routing.log_probs[before.name]
+        found.append(log_probs[after.name] - moved)
+    step = replace(chain[-1], name="routed", cause="routing", words="with the experts that it chooses itself")
+    return [*chain, step], [*found, log_probs[chain[-1].name]]
 
 
 def longest_sum(described: Mapping[str, Any]) -> int:
@@ -93,9 +181,13 @@ def longest_sum(described: Mapping[str, Any]) -> int:
 
 
 def findings(
-    job: Explanation, chain: Sequence[Variant], attribution: Attribution, bf16_cost: float,
-    evidence: Mapping[str, str], terms: int,
-) -> list[Finding]:  # fmt: skip
+    job: Explanation,
+    chain: Sequence[Variant],
+    attribution: Attribution,
+    bf16_cost: float,
+    evidence: Mapping[str, str],
+    terms: int,
+) -> list[Finding]:
     """Judge each step; faults come first, the largest part of the k3 before.
 
     No rounding excuses a step that stays in exact arithmetic.

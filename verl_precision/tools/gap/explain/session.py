@@ -1,128 +1,157 @@
-"""An explanation from end to end: missing variants are computed, then the page is written."""
+"""An explanation from end to end: missing variants are computed, then the answer is written."""
 
+import hashlib
+import math
 import shutil
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.mergeable import Mean
 from verl_precision.engine.router_replay import FAMILIES as ROUTED_FAMILIES
-from verl_precision.tools.engines.engine import SamplerSettings, ScorerSettings
+from verl_precision.engine.router_replay import equal_choices
+from verl_precision.tools.engines.engine import Response, SampleRequest, SamplerSettings, ScorerSettings
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.model import Model, find_model
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
-from verl_precision.tools.gap.explain.judge import Result, judge, longest_sum
-from verl_precision.tools.gap.explain.kept import kept_rollout
-from verl_precision.tools.gap.explain.operations import OperationComparer, comparison, read_operations, recording
-from verl_precision.tools.gap.explain.page import FILES, show, write
-from verl_precision.tools.gap.explain.routing import Replay, read_routing, series_of
+from verl_precision.tools.gap.explain.answer import FILE, show, write
+from verl_precision.tools.gap.explain.judge import Result, Routing, judge, longest_sum
 from verl_precision.tools.gap.explain.settings import Explanation
-from verl_precision.tools.gap.explain.variants import REPLAYED, ROLLOUT, Variant, reference, replayed, variants
+from verl_precision.tools.gap.explain.variants import (
+    REPLAYED,
+    ROLLOUT,
+    Variant,
+    engine_of,
+    reference,
+    replayed,
+    variants,
+)
 from verl_precision.tools.gap.explain.weights import adapter_fingerprint, different_weights, merged_copy, rounded_copy
 from verl_precision.tools.jobs.job import Job, Tasks
+from verl_precision.tools.jobs.journal import Key
 from verl_precision.tools.jobs.problems import prompt_tokens
 from verl_precision.tools.jobs.store import Series, Store, open_store
+from verl_precision.tools.kept_tokens.kept_file import index_of, response_at
 
 
 def explain(
     job: Explanation, console: Console, vllm: Callable = VllmEngine, trainer: Callable = TrainerEngine
 ) -> Result:
-    """Compute what is missing in the job's folder, judge it, and write the page.
+    """Compute what is missing in the job's folder, judge it, and write the answer.
 
     `vllm` and `trainer` make the engines; they take what `VllmEngine` and `TrainerEngine` do.
     """
     under_way, folder = Job(job, console), job.folder
-    models = {"trainer": find_model(job.model)}
-    models["rollout"] = models["trainer"] if job.rollout_model is None else find_model(job.rollout_model)
-    between = [] if job.through_exact else ["fp32"]
-    models["rollout"].require_dtypes("--rollout-dtype", [job.rollout_dtype, *between])
-    models["trainer"].require_attention("sdpa", "the path begins with ")
+    models = {"trainer": find_model(job.model), "rollout": find_model(job.rollout_model or job.model)}
+    models["rollout"].require_dtypes("--rollout-dtype", [job.rollout_dtype])
     models["rollout"].require_arithmetic("exact" if job.exact else job.arithmetic, job.ray_address)
-    response_tokens = job.max_response_tokens + 1  # vLLM scores a prompt only if it draws one token more
-    kept = None if job.tokens is None else kept_rollout(job, models["rollout"])
-    if kept is None:
-        prompt_ids = prompt_tokens(job, models["trainer"], models["rollout"], response_tokens)
-    else:
-        prompt_ids = kept.prompt_ids
-    length = max(map(len, prompt_ids)) + response_tokens
     routed = models["trainer"].config.get("model_type") in ROUTED_FAMILIES
-    if routed and kept is not None:
-        problem = "a mixture of experts, and the run has not kept which experts computed its tokens"
-        raise ConfigurationError(problem, setting="--tokens", value=job.tokens, remedy="Leave it out: draw anew.")
-    chain = variants(job, routed)
-    wanted = list(dict.fromkeys([*chain, *reference(job, chain)]))
-    of_record = [one.name for one in chain if one.engine == "vllm" and one.alone and not one.compiled]
-    recorded_at = of_record if job.ray_address is None else []
     fingerprints = {
         "model_fingerprint": models["trainer"].fingerprint,
         "rollout_model_fingerprint": models["rollout"].fingerprint,
         "adapter_fingerprint": None if job.adapter is None else adapter_fingerprint(job.adapter),
     }
-    if kept is not None:
-        fingerprints["tokens_fingerprint"] = kept.fingerprint
+    response_tokens = job.max_response_tokens + 1  # vLLM scores a prompt only if it draws one token more
+    kept: list[Response] = []
+    if job.tokens is None:
+        prompt_ids = prompt_tokens(job, models["trainer"], models["rollout"], response_tokens)
+    else:
+        prompt_ids, kept = kept_rollout(job, models["rollout"], routed)
+        fingerprints["tokens_fingerprint"] = hashlib.sha256(repr((prompt_ids, kept)).encode()).hexdigest()[:16]
+    length = max(map(len, prompt_ids)) + response_tokens
+    chain = variants(job, routed)
+    wanted = list(dict.fromkeys([*chain, *reference(job, chain)]))
     with open_store(under_way, job, prompt_ids, **fingerprints) as store:
-        if kept is not None:
-            kept.record(_series(store, chain[0]))
+        rollout = _series(store, chain[0])
+        for response in kept:
+            if response.key in rollout.missing:
+                rollout.record(response)
 
-        def fill(name: str, works: Sequence[Tasks], build: Callable[[], partial]) -> None:
+        def fill(works: Sequence[Tasks], variant: Variant) -> None:
             if any(work.done < work.total for work in works):  # else its weights are not made
-                under_way.complete(name, works, build())
-
-        def engine_of(variant: Variant) -> partial:
-            return _engine(job, variant, models, length, vllm, trainer)
+                build = _engine(job, variant, models[variant.model].name, length, vllm, trainer)
+                under_way.complete(variant.name, works, build)
 
         by_process: dict[Variant, list[Variant]] = {}
         for one in wanted:
             by_process.setdefault(one.process, []).append(one)
         for stops in by_process.values():
-            series = [_series(store, one) for one in stops]
-            records = [recording(store, folder, one.name) for one in stops if one.name in recorded_at]
-            fill(stops[0].name, [*series, *records], partial(engine_of, stops[0]))
-        engine_fp32 = next(one for one in chain if one.cause == "engine")
-        compared = [comparison(folder, name) for name in recorded_at]
-        fill("operations", compared, lambda: partial(OperationComparer, _weights(job, engine_fp32, models)))
-        operations = {name: read_operations(comparison(folder, name).path) for name in recorded_at}
+            fill([_series(store, one) for one in stops], stops[0])
         found = {one.name: _log_probs(store, one) for one in wanted}
         routing, evidence = None, {}
         if routed:
-            replays = [Replay(store, one, engine_fp32) for one in wanted]
-            fill(REPLAYED, replays, partial(engine_of, replayed(chain)))
-            routing = read_routing(store, chain, wanted[len(chain) :], engine_fp32)
+            fill([_Replay(store, one, engine_of(chain)) for one in wanted], replayed(chain))
+            routing = _read_routing(store, chain, wanted[len(chain) :], engine_of(chain))
             evidence["routing"] = f"{routing.changed:.2%} of the choices differ between rollout and trainer"
         if job.rollout_model is not None:
             evidence["weights"] = different_weights(models["rollout"].name, models["trainer"].name)
-    for record in folder.glob("record-*"):
-        record.unlink()
     for weights in folder.glob("weights-*"):
         shutil.rmtree(weights)
-    result = judge(job, chain, found, routing, operations, evidence, longest_sum(models["trainer"].config))
+    result = judge(job, chain, found, routing, evidence, longest_sum(models["trainer"].config))
     write(folder, job, result, under_way.envelope())
     show(job, result, console)
-    under_way.show_written(FILES)
+    under_way.show_written([FILE])
     return result
 
 
-def _series(store: Store, variant: Variant) -> Series:
-    done = "drawn" if variant.draws else "scored"
-    series = Series(store, *series_of(variant), what=f"responses {done}: {variant.words}")
-    series.in_flight = 1 if variant.alone else None
-    return series
+def kept_rollout(job: Explanation, model: Model, routed: bool) -> tuple[list[tuple[int, ...]], list[Response]]:
+    """Return prompts and responses that a run kept of the job's step, each cut at `max_response_tokens`.
+
+    They stand in place of a rollout that draws anew, as responses to problems "0", "1", ... Tool output is scored as
+    part of its response, and has no log-prob to compare with.
+    """
+
+    def refused(problem: str, remedy: str) -> ConfigurationError:
+        return ConfigurationError(problem, setting="--tokens", value=job.tokens, remedy=remedy)
+
+    path = Path(job.tokens or "")
+    if routed:
+        raise refused("the run has not kept which experts computed its tokens", "Leave it out: draw anew.")
+    summaries = index_of(path) if path.is_dir() else []
+    if not summaries:
+        raise refused("no kept tokens are there", "Set mismatch.keep_tokens=4 for a run to keep some.")
+    steps = list(dict.fromkeys(summary.step for summary in summaries))
+    step = job.step or steps[0]
+    if step not in steps:
+        allowed = ", ".join(map(str, steps))
+        raise ConfigurationError("no response of it was kept", setting="--step", value=step, allowed=allowed)
+    kept = [response_at(path, one.offset) for one in summaries if one.step == step][: job.max_prompts]
+    size = model.config.get("vocab_size", math.inf)
+    largest = max(int(ids.max(initial=-1)) for one in kept for ids in (one.prompt_ids, one.token_ids))
+    if largest >= size:
+        raise refused(f"token {largest} is in it, and {model.name} has {size}", "Name the run's model with --model.")
+    responses = []
+    for number, one in enumerate(kept):
+        ids = tuple(one.token_ids[: job.max_response_tokens].tolist())
+        log_probs = np.where(one.mask.astype(bool), one.rollout_log_probs, math.nan)[: len(ids)]
+        responses.append(Response(str(number), 0, len(ids), token_ids=ids, log_probs=tuple(log_probs.tolist())))
+    return [tuple(one.prompt_ids.tolist()) for one in kept], responses
 
 
-def _engine(
-    job: Explanation, variant: Variant, models: dict[str, Model], length: int, vllm: Callable, trainer: Callable
-) -> partial:
-    model = _weights(job, variant, models)
+def _engine(job: Explanation, variant: Variant, model: str, length: int, vllm: Callable, trainer: Callable) -> partial:
+    """Return what makes a variant's engine, in a process of its own; weights that it needs are written."""
+    if job.adapter is not None and not variant.adapter:
+        model = merged_copy(model, job.adapter, job.folder / "weights-merged")
+    if variant.rounded_to is not None:
+        target = job.folder / f"weights-{variant.model}-{variant.rounded_to}"
+        model = rounded_copy(model, variant.rounded_to, target)
     if variant.engine == "vllm":
-        mode = "processed_logprobs" if variant.processed else "raw_logprobs"
         # vLLM divides what it draws alone; so that scores are divided too, the logits are.
         temperature, divisor = (1.0, job.temperature) if variant.tempered else (job.temperature, 1.0)
         more = {
-            "logprobs_mode": mode, "enforce_eager": not variant.compiled, "enable_prefix_caching": variant.cached,
-            "enable_chunked_prefill": variant.cached, "enable_return_routed_experts": bool(variant.routing),
-        }  # fmt: skip
+            "logprobs_mode": "processed_logprobs" if variant.processed else "raw_logprobs",
+            "enforce_eager": not variant.compiled,
+            "enable_prefix_caching": variant.cached,
+            "enable_chunked_prefill": variant.cached,
+            "enable_return_routed_experts": bool(variant.routing),
+        }
         return partial(vllm, SamplerSettings(
             model=model, dtype=variant.dtype, max_model_len=length, log_probs=True, temperature=temperature,
             top_p=job.top_p, top_k=job.top_k, divide_logits_by=divisor, arithmetic=variant.arithmetic, more=more,
@@ -136,24 +165,66 @@ def _engine(
     ))  # fmt: skip
 
 
-def _weights(job: Explanation, variant: Variant, models: dict[str, Model]) -> str:
-    """Return the model that a variant loads."""
-    name, dtype = models[variant.model].name, variant.rounded_to
-    if job.adapter is not None and not variant.adapter:
-        name = merged_copy(name, job.adapter, job.folder / "weights-merged")
-    return name if dtype is None else rounded_copy(name, dtype, job.folder / f"weights-{variant.model}-{dtype}")
+def _series(store: Store, variant: Variant) -> Series:
+    done = "drawn" if variant.draws else "scored"
+    series = Series(store, *variant.series, what=f"responses {done}: {variant.words}")
+    series.in_flight = 1 if variant.alone else None
+    return series
 
 
 def _log_probs(store: Store, variant: Variant) -> np.ndarray:
     """Return a variant's log-probs of all tokens; NaN from where it has drawn other tokens than the rollout."""
     values = []
     for key in store.keys:
-        found = store.journal.read(store.positions[series_of(variant)][key])
-        log_probs = found["log_probs"]
+        found, rollout = store.series[variant.series][key], store.series[ROLLOUT, None][key]
+        log_probs = found.log_probs
         if variant.draws:
-            drawn = store.journal.read(store.positions[ROLLOUT, None][key])["token_ids"]
-            equal = zip(drawn, found["token_ids"])  # noqa: B905 - they may end elsewhere
+            equal = zip(rollout.token_ids or (), found.token_ids or ())  # noqa: B905 - they may end elsewhere
             same = np.cumprod([a == b for a, b in equal]).sum(dtype=int)
-            log_probs = log_probs[:same] + [np.nan] * (len(drawn) - same)
-        values.append(np.array(log_probs, np.float32))
+            log_probs = np.append(log_probs[:same], np.full(rollout.length - same, np.nan))
+        values.append(log_probs)
     return np.concatenate(values).astype(np.float64)
+
+
+class _Replay(Series):
+    """Scores of the responses for which a variant chose other experts than the trainer's engine in FP32."""
+
+    in_flight = 1
+
+    def __init__(self, store: Store, variant: Variant, engine: Variant) -> None:
+        """Find what is missing; both variants are complete."""
+        self._variant = variant
+        keys = [key for key in store.keys if _equal(store, variant, engine, key).value() < 1]
+        what = f"responses scored: with the experts of {variant.name}"
+        super().__init__(store, ROLLOUT, f"{REPLAYED} {variant.name}", what, keys)
+
+    def _request(self, problem: str, response: int) -> SampleRequest:
+        experts = _experts(self._store, self._variant, (problem, response))
+        return replace(super()._request(problem, response), routed_experts=experts)
+
+
+def _read_routing(store: Store, chain: Sequence[Variant], others: Sequence[Variant], engine: Variant) -> Routing:
+    """Return what was scored of the path and of others; the store has the series of `_Replay`."""
+
+    def log_probs(variant: Variant) -> np.ndarray:
+        scored = store.series[engine.series] | store.series[ROLLOUT, f"{REPLAYED} {variant.name}"]
+        return np.concatenate([scored[key].log_probs for key in store.keys]).astype(np.float64)
+
+    found = {one.name: log_probs(one) for one in (*chain, *others)}
+    equal = reduce(Mean.merge, (_equal(store, chain[0], chain[-1], key) for key in store.keys))
+    return Routing(found, 1 - equal.value())
+
+
+def _equal(store: Store, one: Variant, other: Variant, key: Key) -> Mean:
+    """Return the share of the choices for one response that two variants have in common, over all layers."""
+    ours, theirs = (torch.from_numpy(_experts(store, each, key)).flatten(0, 1) for each in (one, other))
+    return equal_choices(ours, theirs, torch.ones(len(ours), dtype=torch.bool))
+
+
+def _experts(store: Store, variant: Variant, key: Key) -> Any:
+    """Return a variant's choices for the rollout's tokens, 0 where it drew others: [tokens - 1, layers, top_k]."""
+    found = store.series[variant.series][key].routed_experts
+    if found is None:
+        raise RuntimeError(f"variant {variant.name} did not say which experts it chose")
+    length = len(store.prompt_ids[int(key[0])]) + store.series[ROLLOUT, None][key].length - 1
+    return np.pad(found[:length], ((0, max(0, length - len(found))), (0, 0), (0, 0)))

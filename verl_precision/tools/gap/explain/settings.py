@@ -5,7 +5,7 @@ from typing import ClassVar
 from verl_precision.base.dtypes import EXACT, Dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.settings import command_option, option, settings
-from verl_precision.tools.jobs.settings import BUILT_IN_PROMPTS, PromptedJob
+from verl_precision.tools.jobs.settings import BUILT_IN_PROMPTS, FLASH, PromptedJob
 
 
 @settings(command_option, kw_only=True)
@@ -44,29 +44,22 @@ class Explanation(PromptedJob):
         return self.exact or self.arithmetic == EXACT
 
     def __post_init__(self) -> None:
-        """Refuse what a trainer in FP32 does not have, and two answers to what the rollout has."""
-        if self.adapter is not None and self.rollout_model is not None:
-            problem = f"--adapter {self.adapter} with --rollout-model: the rollout has the trainer's weights, merged"
-            raise ConfigurationError(problem, allowed="one of them", remedy="Leave one out.")
-        if self.step is not None and self.tokens is None:
-            raise ConfigurationError(f"--step {self.step} is one of --tokens", remedy="Name the file with --tokens.")
-        if self.tokens is not None and (self.prompts != BUILT_IN_PROMPTS or self.responses != 1):
-            problem = f"--tokens {self.tokens} with --prompts or --responses: the responses are there already"
-            raise ConfigurationError(problem, allowed="one of them", remedy="Leave --prompts and --responses out.")
-        if self.through_exact:
-            head = self.fp32_log_probs and not self.fp32_output_head
-            alike = {
-                "--train-dtype as --rollout-dtype": self.train_dtype == self.rollout_dtype,
-                "no --adapter: the rollout rounds the merged weight": self.adapter is None,
-                "--fp32-log-probs and no --fp32-output-head": head or self.arithmetic != EXACT,
-            }
-            for allowed in (allowed for allowed, holds in alike.items() if not holds):
-                problem = "in exact arithmetic the engines would not round the same numbers"
-                raise ConfigurationError(problem, allowed=allowed, remedy="Change it, or explain it in FP32.")
-        fp32 = self.train_dtype == "fp32"
-        if fp32 and self.attention == "flash_attention_2":
-            problem = "--attention flash_attention_2 with --train-dtype fp32: flash-attn computes in 16 bits only"
-            raise ConfigurationError(problem, allowed="sdpa", remedy="Use --attention sdpa.")
-        if fp32 and not self.fp32_log_probs:
-            problem = "--16-bit-log-probs with --train-dtype fp32: a trainer in fp32 has no 16-bit logits"
-            raise ConfigurationError(problem, allowed="--fp32-log-probs", remedy="Leave it out.")
+        """Refuse what cannot be asked for together."""
+        exact, fp32 = self.through_exact, self.train_dtype == "fp32"
+        in_exact = "in exact arithmetic the engines would not round the same numbers"
+        fresh = self.prompts == BUILT_IN_PROMPTS and self.responses == 1
+        two_answers = self.adapter is not None and self.rollout_model is not None
+        other_head = self.arithmetic == EXACT and (self.fp32_output_head or not self.fp32_log_probs)
+        refused = {
+            "--adapter with --rollout-model: the rollout has the trainer's weights, merged": two_answers,
+            "--step without --tokens": self.step is not None and self.tokens is None,
+            "--tokens with --prompts or --responses: the responses are there already": self.tokens and not fresh,
+            f"--exact with other dtypes on both sides: {in_exact}": exact and self.train_dtype != self.rollout_dtype,
+            f"--exact with --adapter: {in_exact}": exact and self.adapter is not None,
+            f"--arithmetic exact with --fp32-output-head or --16-bit-log-probs: {in_exact}": other_head,
+            f"--train-dtype fp32 with {FLASH}: flash-attn computes in 16 bits only": fp32 and self.attention == FLASH,
+            "--train-dtype fp32 with --16-bit-log-probs: it has no 16-bit logits": fp32 and not self.fp32_log_probs,
+        }
+        for problem, holds in refused.items():
+            if holds:
+                raise ConfigurationError(problem, allowed="one of them", remedy="Leave one out.")

@@ -47,6 +47,11 @@ class Variant:
         """What one process can compute: variants with the same differ in what they are asked alone."""
         return replace(self, name="", cause="", words="", alone=False, draws=False)
 
+    @property
+    def series(self) -> tuple[str, str | None]:
+        """Its series in the store."""
+        return (self.name, None) if self.draws else (ROLLOUT, self.name)
+
 
 def variants(job: Explanation, routed: bool = False) -> list[Variant]:
     """Return the variants, the rollout first and the trainer last; choices of experts are recorded if `routed`."""
@@ -70,12 +75,11 @@ def variants(job: Explanation, routed: bool = False) -> list[Variant]:
         cause = "temperature" if untempered else "sampling" if truncated else "decode"
         drawn = {"tempered": True, "processed": True, "cached": False, "draws": False}
         then(cause, "the same tokens as a prompt", "prefill", **drawn)
-        untempered = truncated = False
-    redrawn = job.tokens is None
-    then("temperature", "divided by the temperature", "tempered", untempered, tempered=True)
-    then("sampling", "without top-p and top-k", "untruncated", truncated, processed=False)
-    then("cache", "without prefix cache and chunked prefill", "uncached", redrawn and job.prefix_caching, cached=False)
-    then("decode", "the same tokens as a prompt", "prefill", redrawn, processed=True, draws=False)
+    else:
+        then("temperature", "divided by the temperature", "tempered", untempered, tempered=True)
+        then("sampling", "without top-p and top-k", "untruncated", truncated, processed=False)
+        then("cache", "without prefix cache and chunked prefill", "uncached", job.prefix_caching, cached=False)
+        then("decode", "the same tokens as a prompt", "prefill", processed=True, draws=False)
     then("batch", "each sequence alone", "prefill_alone", alone=True)
     then("cuda_graphs", "not compiled, without CUDA graphs", "eager", job.cuda_graphs, compiled=False)
     exact, between = job.through_exact, "in exact arithmetic" if job.through_exact else "in fp32"
@@ -102,22 +106,25 @@ def variants(job: Explanation, routed: bool = False) -> list[Variant]:
     return chain
 
 
+def engine_of(chain: Sequence[Variant]) -> Variant:
+    """Return the trainer's engine in FP32, or in exact arithmetic, with the rollout's weights."""
+    return next(one for one in chain if one.cause == "engine")
+
+
 def reference(job: Explanation, chain: Sequence[Variant]) -> tuple[Variant, Variant]:
     """Return two variants between which lies BF16 in the trainer's engine alone; they may be off the path."""
+    engine = engine_of(chain)
+    in_bf16 = replace(engine, name="reference", cause="", words="the trainer's engine in bf16", dtype="bf16")
     if job.through_exact:
-        after = next(one for one in chain if one.cause == "engine")
-        in_fp32 = replace(after, name="reference_fp32", cause="", words="the trainer's engine in fp32", dtype="fp32")
-        if job.rollout_dtype != "bf16":
-            after = replace(after, name="reference", cause="", words="the trainer's engine in bf16", dtype="bf16")
-        return in_fp32, after
+        in_fp32 = replace(engine, name="reference_fp32", cause="", words="the trainer's engine in fp32", dtype="fp32")
+        return in_fp32, engine if job.rollout_dtype == "bf16" else in_bf16
     if job.train_dtype == "bf16":
         after = next(one for one in chain if one.cause == "trainer_precision")
         return chain[chain.index(after) - 1], after
-    before = next(one for one in chain if one.cause == "engine")
-    return before, replace(before, name="reference", cause="", words="the trainer's engine in bf16", dtype="bf16")
+    return engine, in_bf16
 
 
 def replayed(chain: Sequence[Variant]) -> Variant:
     """Return the trainer's engine in FP32, which computes with the experts that another variant chose."""
-    engine = next(one for one in chain if one.cause == "engine")
-    return replace(engine, name=REPLAYED, cause="", words="with the experts of another variant", routing="replayed")
+    words = "with the experts of another variant"
+    return replace(engine_of(chain), name=REPLAYED, cause="", words=words, routing="replayed")

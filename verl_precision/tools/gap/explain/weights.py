@@ -2,7 +2,6 @@
 
 import shutil
 from contextlib import ExitStack
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,13 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from verl_precision.base.content import content_digest
 from verl_precision.base.dtypes import DTYPES, torch_dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import new_folder
 from verl_precision.integration.engine.weight_export import layers_without_weights, sources, untied
 from verl_precision.tools.engines.model import load_tokenizer, model_location
 
-_WEIGHTS = "*.safetensors"
 _NAMED = 3  # tensors that a sentence names
 
 
@@ -28,30 +27,32 @@ def rounded_copy(model: str, dtype: str, target: Path) -> str:
     """
     if target.exists():
         return str(target)
-    files = _files(model)
-    source, to = files[0].parent, torch_dtype(dtype)
-    if all(found == DTYPES[dtype].safetensors for file in files for found in _dtypes(file)):
-        return str(source)
+    files, to = _files(model), torch_dtype(dtype)
+    if all(_has_only(file, DTYPES[dtype].safetensors) for file in files):
+        return str(files[0].parent)
     with new_folder(target) as folder:
         for file in files:
             rounded = {name: t.to(to) if t.is_floating_point() else t for name, t in load_file(file).items()}
             save_file(rounded, folder / file.name, {"format": "pt"})
-        for other in source.iterdir():
+        for other in files[0].parent.iterdir():
             if other.is_file() and other.suffix not in (".safetensors", ".bin"):
                 shutil.copyfile(other, folder / other.name)
     return str(target)
 
 
+def _has_only(file: Path, dtype: str) -> bool:
+    with safe_open(file, "pt") as saved:
+        return {saved.get_slice(name).get_dtype() for name in saved.keys()} == {dtype}
+
+
 def adapter_fingerprint(adapter: str) -> str:
-    """Return a digest of the weights of a LoRA adapter, as peft's `save_pretrained` writes it."""
-    weights = Path(adapter) / "adapter_model.safetensors"
-    if not (weights.is_file() and weights.with_name("adapter_config.json").is_file()):
-        raise ConfigurationError(
-            "there is no adapter in it", setting="--adapter", value=adapter,
-            allowed="a folder with adapter_config.json and adapter_model.safetensors",
-            remedy="Name the folder lora_adapter of a checkpoint: .../global_step_N/actor/lora_adapter.",
-        )  # fmt: skip
-    return sha256(weights.read_bytes()).hexdigest()[:16]
+    """Return a digest of a LoRA adapter, as peft's `save_pretrained` writes it."""
+    files = [Path(adapter) / name for name in ("adapter_config.json", "adapter_model.safetensors")]
+    if not all(file.is_file() for file in files):
+        problem, allowed = "there is no adapter in it", f"a folder with {files[0].name} and {files[1].name}"
+        remedy = "Name the folder lora_adapter of a checkpoint: .../global_step_N/actor/lora_adapter."
+        raise ConfigurationError(problem, setting="--adapter", value=adapter, allowed=allowed, remedy=remedy)
+    return content_digest(files)
 
 
 def merged_copy(model: str, adapter: str, target: Path) -> str:
@@ -76,16 +77,16 @@ def merged_copy(model: str, adapter: str, target: Path) -> str:
 
 def different_weights(one: str, other: str) -> str:
     """Say which tensors of two checkpoints differ, in words: all after a training step, a few after a wrong sync."""
-
-    def places(model: str) -> dict[str, Any]:
-        opened = [stack.enter_context(safe_open(file, "pt")) for file in _files(model)]
-        return {name: file for file in opened for name in file.keys()}
-
     with ExitStack() as stack:
+
+        def places(model: str) -> dict[str, Any]:
+            opened = [stack.enter_context(safe_open(file, "pt")) for file in _files(model)]
+            return {name: file for file in opened for name in file.keys()}
+
         ones, others = places(one), places(other)
         names, both = sorted(ones.keys() | others.keys()), ones.keys() & others.keys()
         equal = {name for name in both if ones[name].get_tensor(name).equal(others[name].get_tensor(name))}
-        differing = [name for name in names if name not in equal]
+    differing = [name for name in names if name not in equal]
     named = ": " + ", ".join(differing[:_NAMED]) + (", ..." if len(differing) > _NAMED else "")
     return f"{len(differing)} of {len(names)} tensors differ" + (named if differing else "")
 
@@ -93,16 +94,7 @@ def different_weights(one: str, other: str) -> str:
 def _files(model: str) -> list[Path]:
     location = Path(model_location(model))
     source = location if location.is_dir() else Path(snapshot_download(model))
-    files = sorted(source.glob(_WEIGHTS))
-    if not files:
-        raise ConfigurationError(
-            f"{model}: it has no {_WEIGHTS}, whose weights can be rounded and compared",
-            allowed="a model saved by transformers' save_pretrained",
-            remedy="Load it with transformers, and save it again.",
-        )
-    return files
-
-
-def _dtypes(file: Path) -> set[str]:
-    with safe_open(file, "pt") as saved:
-        return {saved.get_slice(name).get_dtype() for name in saved.keys()}
+    if files := sorted(source.glob("*.safetensors")):
+        return files
+    problem, remedy = f"{model}: it has no *.safetensors", "Load it with transformers, and save it again."
+    raise ConfigurationError(problem, allowed="a model saved by transformers' save_pretrained", remedy=remedy)

@@ -1,6 +1,5 @@
-"""Figures: tokens against the diagonal, their distance from it, sequences by length, the grid of dtypes."""
+"""Figures: tokens against the diagonal, their distance from it, and sequences by length."""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from verl_precision.tools.gap.pairs.measure import Pair, ranked
+from verl_precision.tools.gap.pairs.measure import Pair
 from verl_precision.tools.show.colours import COLOURS
 from verl_precision.tools.show.figures import new_figure, style, write_png
 
@@ -20,7 +19,7 @@ _BOX = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none",
 
 
 def write_figures(folder: Path, pairs: list[Pair], title: str) -> list[str]:
-    """Write the four figures as PNG, and return their names; `pairs` has every pair of dtypes, rollout by rollout."""
+    """Write the figures as PNG, and return their names; `pairs` has every pair of dtypes, rollout by rollout."""
     x_label, probs = "rollout's probability", np.concatenate([pair.probs.ravel() for pair in pairs])
     shown = probs[np.isfinite(probs) & (probs > 0)]
     scale = "log" if shown.size and shown.max() > 10 * shown.min() else "linear"
@@ -48,44 +47,21 @@ def write_figures(folder: Path, pairs: list[Pair], title: str) -> list[str]:
         "tokens.png": _panels(pairs, x_label, "trainer's probability", tokens),
         "token_gaps.png": _panels(pairs, x_label, "log-prob gap of a token (nats)", token_gaps),
         "sequences.png": _panels(pairs, "response length (tokens)", "log ratio of a response (nats)", sequences),
-        "grid.png": _grid(pairs),
     }
     for name, figure in figures.items():
         write_png(folder / name, figure, title)
     return list(figures)
 
 
-def _dtypes(pairs: list[Pair]) -> tuple[list[str], list[str]]:
-    return list(dict.fromkeys(pair.rollout for pair in pairs)), list(dict.fromkeys(pair.train for pair in pairs))
-
-
 def _panels(pairs: list[Pair], x_label: str, y_label: str, draw: Callable[[Axes, Pair, str], str]) -> Figure:
     """Draw a panel for each pair, one row a rollout dtype; `draw(axis, pair, colour)` returns the corner's note."""
-    rollouts, trains = _dtypes(pairs)
-    figure = new_figure(3.1 * len(trains) + 0.6, 2.7 * len(rollouts) + 0.7)
-    axes = figure.subplots(len(rollouts), len(trains), sharex=True, sharey=True, squeeze=False)
+    rows, columns = len({pair.rollout for pair in pairs}), len({pair.train for pair in pairs})
+    figure = new_figure(3.1 * columns + 0.6, 2.7 * rows + 0.7)
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for axis, pair in zip(axes.flat, pairs, strict=True):
         note = draw(axis, pair, COLOURS[pair.rollout != pair.train])
         axis.text(0.04, 0.96, note, transform=axis.transAxes, va="top", fontsize=9, bbox=_BOX)
         style(axis, title=f"rollout {pair.rollout.upper()}, train {pair.train.upper()}")
     figure.supxlabel(x_label, fontsize=10)
     figure.supylabel(y_label, fontsize=10)
-    return figure
-
-
-def _grid(pairs: list[Pair]) -> Figure:
-    """Draw k3 and rank of each pair as a heat map; k3 may be exactly 0 where both engines agree."""
-    (rollouts, trains), ranking = _dtypes(pairs), ranked(pairs)
-    exponents = np.array([math.log10(pair.k3) if pair.k3 > 0 else math.nan for pair in pairs])
-    figure = new_figure(1.9 * len(trains) + 2.0, 1.4 * len(rollouts) + 1.6)
-    axis = figure.subplots()
-    colours = exponents.reshape(len(rollouts), len(trains))
-    image = axis.imshow(colours, cmap="YlOrRd", alpha=0.6, aspect="auto")  # pale, so that black text is readable
-    for index, pair in enumerate(pairs):
-        row, column = divmod(index, len(trains))
-        axis.text(column, row, f"{pair.k3:.1e}\nrank {ranking.index(pair) + 1}", ha="center", va="center")
-    style(axis, "train dtype", "rollout dtype", "k3 KL per token (nats)", grid=False)
-    axis.set_xticks(range(len(trains)), [dtype.upper() for dtype in trains])
-    axis.set_yticks(range(len(rollouts)), [dtype.upper() for dtype in rollouts])
-    figure.colorbar(image, label="log10 k3")
     return figure

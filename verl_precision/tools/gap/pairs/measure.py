@@ -8,13 +8,12 @@ import torch
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.mismatch.statistics import MismatchStatistics
-from verl_precision.tools.engines.engine import Request
+from verl_precision.tools.engines.engine import SampleRequest
 from verl_precision.tools.jobs.store import Series, Store
 
 TOKENS_SHOWN = 20_000
 POSITIONS = 8  # of a response, most at which all log-probs are compared: vLLM hands each over in 100 bytes
 PREFIXES = tuple(2**power for power in range(6, 16))  # tokens at which the growth of a response's log ratio is read
-_CHUNK = 256  # responses in memory at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,48 +53,46 @@ class Vocabulary(Series):
         keys = store.keys[: -(-positions // self._each)]
         super().__init__(store, f"{rollout}, vocabulary", train, keys=keys)
 
-    def _request(self, problem: str, response: int) -> Request:
+    def _request(self, problem: str, response: int) -> SampleRequest:
         request = super()._request(problem, response)
         path = self._store.journal.path.with_name(f"{self._rollout}-{problem}-{response}.npy")
         return replace(request, max_tokens=min(self._each, request.max_tokens), vocabulary=str(path))
 
     def counts(self) -> tuple[int, int]:
         """Return how many log-probs are equal, and how many there are; all are compared."""
-        found = [self._store.journal.read(position)["equal"] for position in self._positions.values()]
+        found = [response.equal or (0, 0) for response in self._found.values()]
         return sum(equal for equal, _ in found), sum(whole for _, whole in found)
 
 
 def measure(store: Store, rollout: str, train: str, positions: int = 0) -> Pair:
     """Return the statistics of a pair whose samples, scores and positions of `Vocabulary` are complete."""
-    statistics, generator = MismatchStatistics(), np.random.default_rng(0)
-    chunks = [store.keys[start : start + _CHUNK] for start in range(0, len(store.keys), _CHUNK)]
-    share = -(-TOKENS_SHOWN // len(chunks))
-    lengths, sums, tokens, beginnings = [], [], [], []
-    for keys in chunks:
-        lengths_B, pi_N, mu_N = store.log_probs(rollout, train, keys)
-        offsets = np.concatenate([[0], np.cumsum(lengths_B)])
-        pi, mu = (torch.nested.nested_tensor_from_jagged(torch.tensor(x), torch.tensor(offsets)) for x in (pi_N, mu_N))
-        statistics = statistics.merge(MismatchStatistics.measure(pi, mu, None))
-        gap_N = pi_N - mu_N
-        starts = offsets[:-1][lengths_B > 0]
-        lengths.append(lengths_B[lengths_B > 0])
-        if starts.size:
-            sums.append(np.add.reduceat([gap_N, np.expm1(gap_N) - gap_N], starts, axis=1))
-        for gap_T in np.split(gap_N, offsets[1:-1]):
-            beginnings.append([gap_T[:prefix].sum() if len(gap_T) >= prefix else math.nan for prefix in PREFIXES])
-        chosen = generator.choice(len(pi_N), min(share, len(pi_N)), replace=False)
-        tokens.append(np.stack([pi_N[chosen], mu_N[chosen]]))
-    log_probs, lengths_B = np.concatenate(tokens, axis=1), np.concatenate(lengths)
-    empty = len(store.keys) - len(lengths_B)
-    if not len(lengths_B):
+    lengths_B, pi_N, mu_N = store.log_probs(rollout, train)
+    filled_B = lengths_B > 0
+    empty = int((~filled_B).sum())
+    if not filled_B.any():
         problem = f"all {empty} responses sampled in {rollout} are empty: the model ends at once"
         remedy = "Check --prompts and the model's chat template."
         raise ConfigurationError(problem, allowed="prompts that it answers", remedy=remedy)
-    log_ratios_B, k3_sums_B = np.concatenate(sums, axis=1)
-    probs, gaps, error = np.exp(log_probs), log_probs[0] - log_probs[1], _ratio_error(k3_sums_B, lengths_B)
-    whole = Vocabulary(store, positions, rollout, train).counts() if positions else None
-    metrics, growth = statistics.metrics(), _growth(np.array(beginnings))
-    return Pair(rollout, train, metrics, error, empty, probs, gaps, lengths_B, log_ratios_B, growth, whole)
+    offsets, gap_N = np.concatenate([[0], np.cumsum(lengths_B)]), pi_N - mu_N
+    pi, mu = (torch.nested.nested_tensor_from_jagged(torch.tensor(x), torch.tensor(offsets)) for x in (pi_N, mu_N))
+    k3_N = np.expm1(gap_N) - gap_N
+    log_ratios_B, k3_sums_B = np.add.reduceat([gap_N, k3_N], offsets[:-1][filled_B], axis=1)
+    gaps = np.split(gap_N, offsets[1:-1])
+    beginnings = [[gap_T[:prefix].sum() if len(gap_T) >= prefix else math.nan for prefix in PREFIXES] for gap_T in gaps]
+    shown = np.random.default_rng(0).choice(len(pi_N), min(TOKENS_SHOWN, len(pi_N)), replace=False)
+    return Pair(
+        rollout=rollout,
+        train=train,
+        metrics=MismatchStatistics.measure(pi, mu, None).metrics(),
+        k3_error=_ratio_error(k3_sums_B, lengths_B[filled_B]),
+        empty_responses=empty,
+        probs=np.exp([pi_N[shown], mu_N[shown]]),
+        gaps=gap_N[shown],
+        lengths=lengths_B[filled_B],
+        sequence_log_ratios=log_ratios_B,
+        growth=_growth(np.array(beginnings)),
+        vocabulary=Vocabulary(store, positions, rollout, train).counts() if positions else None,
+    )
 
 
 def ranked(pairs: list[Pair]) -> list[Pair]:
@@ -105,12 +102,13 @@ def ranked(pairs: list[Pair]) -> list[Pair]:
 
 def _growth(beginnings_BK: np.ndarray) -> dict[int, tuple[int, float]]:
     """Return number and spread of the finite sums of each column of PREFIXES that at least two responses have."""
-    found = {}
-    for prefix, sums_B in zip(PREFIXES, beginnings_BK.T, strict=True):
-        whole_B = sums_B[np.isfinite(sums_B)]
-        if len(whole_B) > 1:
-            found[prefix] = len(whole_B), float(whole_B.std(ddof=1))
-    return found
+    finite_BK = np.isfinite(beginnings_BK)
+    columns = zip(PREFIXES, beginnings_BK.T, finite_BK.T, strict=True)
+    return {
+        prefix: (int(finite_B.sum()), float(sums_B[finite_B].std(ddof=1)))
+        for prefix, sums_B, finite_B in columns
+        if finite_B.sum() > 1
+    }
 
 
 def _ratio_error(sums_B: np.ndarray, lengths_B: np.ndarray) -> float:

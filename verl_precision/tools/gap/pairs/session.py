@@ -2,13 +2,13 @@
 
 import math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.versions import installed_versions
-from verl_precision.mismatch.token_bins import PROBABILITY_BINS
 from verl_precision.tools.engines.engine import SamplerSettings, ScorerSettings
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.model import find_model
@@ -34,15 +34,13 @@ def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
     """Do what is missing in the job's folder, write the results, and return them: one for each pair of dtypes."""
     under_way, model = Job(job, console), find_model(job.model)
     model.require_dtypes("--rollout-dtype", job.rollout_dtypes)
-    model.require_attention(job.attention)
     model.require_arithmetic(job.arithmetic, job.ray_address)
     prompt_ids = prompt_tokens(job, model, model, job.max_response_tokens)
-    length = max(map(len, prompt_ids)) + job.max_response_tokens
     if job.full_vocabulary > (most := POSITIONS * job.responses * len(prompt_ids)):
         problem, remedy = f"{POSITIONS} positions of a response are compared", "Give fewer, or more --responses."
         given: dict[str, Any] = {"setting": "--full-vocabulary", "value": job.full_vocabulary, "remedy": remedy}
         raise ConfigurationError(problem, allowed=f"0 to {most}", **given)
-    more = {"max_logprobs": -1} if job.full_vocabulary else {}
+    length, more = max(map(len, prompt_ids)) + job.max_response_tokens, {"max_logprobs": -1}
     with open_store(under_way, job, prompt_ids, model_fingerprint=model.fingerprint) as store:
 
         def works(rollout: str, train: str | None = None) -> list[Series]:
@@ -51,29 +49,23 @@ def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
 
         for rollout in job.rollout_dtypes:
             sampler = SamplerSettings(
-                model=job.model,
-                dtype=rollout,
-                max_model_len=length,
-                log_probs=True,
-                arithmetic=job.arithmetic,
-                more=more,
-            )
+                model=job.model, dtype=rollout, max_model_len=length, log_probs=True, arithmetic=job.arithmetic,
+                more=more if job.full_vocabulary else {},
+            )  # fmt: skip
             under_way.complete(f"sample-{rollout}", works(rollout), partial(VllmEngine, sampler))
         for train in job.train_dtypes:
             scorer = ScorerSettings(
-                model=job.model,
-                dtype=train,
-                attention=job.attention,
-                micro_batch_tokens=job.micro_batch_tokens,
+                model=job.model, dtype=train, attention=job.attention, micro_batch_tokens=job.micro_batch_tokens,
                 arithmetic=job.arithmetic,
-            )
-            scored = [work for rollout in job.rollout_dtypes for work in works(rollout, train)]
-            under_way.complete(f"score-{train}", scored, partial(TrainerEngine, scorer))
+            )  # fmt: skip
+            of_all = [work for rollout in job.rollout_dtypes for work in works(rollout, train)]
+            under_way.complete(f"score-{train}", of_all, partial(TrainerEngine, scorer))
         pairs = [measure(store, rollout, train, job.full_vocabulary) for rollout, train in job.pairs]
     for file in job.folder.glob("*, vocabulary-*.npy"):
         file.unlink()
     under_way.write(summary(pairs, len(prompt_ids)), markdown(pairs, job, installed_versions(), len(prompt_ids)))
-    figures = write_figures(job.folder, pairs, title=job.title)
+    title = "/".join(Path(job.model).parts[-2:])  # a folder may be called `model`
+    figures = write_figures(job.folder, pairs, title)
     under_way.show_written(["table.md", "summary.json", *figures])
     return pairs
 
@@ -94,25 +86,13 @@ def cells(pairs: list[Pair]) -> tuple[list[str], list[list[str]]]:
     return ["rank", "rollout", "train", "k3 KL", *(title for title, _, _ in columns), "equal tokens", *whole], rows
 
 
-def growth_cells(pairs: list[Pair]) -> tuple[list[str], list[list[str]]] | None:
-    """Return header and rows of the growth with length, a column a pair, ranked; None where responses are short."""
-    order = ranked(pairs)
-    lengths = sorted({length for pair in pairs for length in pair.growth})
-    rows = []
-    for length in lengths:
+def growth_cells(pairs: list[Pair]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of the growth with length, a column a pair, ranked; no rows where responses are short."""
+    order, rows = ranked(pairs), []
+    for length in sorted({length for pair in pairs for length in pair.growth}):
         found = [pair.growth.get(length, (0, math.nan)) for pair in order]
         rows.append([str(length), *(f"{_text(std, '.2e')} of {count}" for count, std in found)])
-    return (["tokens", *(f"{pair.rollout}, {pair.train}" for pair in order)], rows) if rows else None
-
-
-def probability_cells(pairs: list[Pair]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of the mean |gap| by the rollout's probability of a token, a column a pair, ranked."""
-    order, rows = ranked(pairs), []
-    for name in PROBABILITY_BINS:
-        share = _text(order[0].metric(f"{name}/token_fraction"), ".1%")
-        gaps = [_text(pair.metric(f"{name}/log_prob_gap_abs_mean"), ".2e") for pair in order]
-        rows.append([name.removeprefix("prob_").replace("_", " to "), share, *gaps])
-    return ["probability", "tokens", *(f"{pair.rollout}, {pair.train}" for pair in order)], rows
+    return ["tokens", *(f"{pair.rollout}, {pair.train}" for pair in order)], rows
 
 
 def _text(value: float, form: str) -> str:
@@ -127,15 +107,10 @@ def markdown(pairs: list[Pair], settings: MismatchJob, versions: dict[str, str],
         f"arithmetic: {settings.arithmetic}."
     )
     lines = [*markdown_table(*cells(pairs)), "", "Per token, in nats; ± is the standard error over responses."]
-    if header_and_rows := growth_cells(pairs):
+    header, rows = growth_cells(pairs)
+    if rows:
         lines += ["", "Spread (std) of the log ratio of a response's first tokens, nats, by their number:", ""]
-        lines += markdown_table(*header_and_rows)
-    lines += [
-        "",
-        "Mean |gap| by the probability that the rollout gave a token, nats, and the share of such tokens:",
-        "",
-    ]
-    lines += markdown_table(*probability_cells(pairs))
+        lines += markdown_table(header, rows)
     return markdown_page("Training-inference mismatch, offline", about, versions, lines)
 
 

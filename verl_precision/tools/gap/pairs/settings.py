@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 from verl_precision.base.dtypes import Dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.settings import command_option, option, require_each_once, settings
-from verl_precision.tools.jobs.settings import PromptedJob
+from verl_precision.tools.jobs.settings import FLASH, PromptedJob
 
 
 @settings(command_option, kw_only=True)
@@ -31,8 +31,8 @@ class MismatchJob(PromptedJob):
         """Refuse a dtype given twice, flash attention in FP32, and files on machines of Ray."""
         require_each_once("--rollout-dtype", self.rollout_dtypes)
         require_each_once("--train-dtype", self.train_dtypes)
-        if self.attention == "flash_attention_2" and "fp32" in self.train_dtypes:
-            problem = "--attention flash_attention_2 with --train-dtype fp32: flash-attn computes in 16 bits only"
+        if self.attention == FLASH and "fp32" in self.train_dtypes:
+            problem = f"--attention {FLASH} with --train-dtype fp32: flash-attn computes in 16 bits only"
             raise ConfigurationError(problem, allowed="bf16, fp16", remedy="Use --attention sdpa, or leave fp32 out.")
         if self.full_vocabulary and self.ray_address is not None:
             problem = "--full-vocabulary with --ray-address: engines on Ray write no files here"

@@ -108,7 +108,7 @@ class Schedule:
         """Start with nothing drawn; without `early_stopping`, all n responses to each problem will be."""
         self.window, self.early_stopping = window, early_stopping
         self.tallies = {problem: Tally() for problem in problems}
-        self.total = len(self.tallies)
+        self.total, self.drawn = len(self.tallies), 0  # problems, and responses counted
         self._open = dict.fromkeys(self.tallies)  # in order
         self._undecided = OrderedDict(self._open)  # those that need more than is in flight; begun ones first
 
@@ -116,11 +116,6 @@ class Schedule:
     def done(self) -> int:
         """Number of problems that need no more responses."""
         return self.total - len(self._open)
-
-    @property
-    def drawn(self) -> int:
-        """Number of responses counted."""
-        return sum(tally.drawn for tally in self.tallies.values())
 
     def verdict(self, problem: str) -> Verdict:
         """Return what is known of a problem."""
@@ -143,6 +138,7 @@ class Schedule:
         tally.asked.discard(response)
         tally.correct[response] = correct
         tally.tokens += tokens
+        self.drawn += 1
         self._update(problem)
 
     def next_keys(self, limit: int) -> list[Key]:
@@ -150,17 +146,17 @@ class Schedule:
 
         If that is not enough, one more each in turn for the problems still open: some may turn out not to be needed.
         """
-        chosen: list[Key] = []
-        while self._undecided and len(chosen) < limit:
+        keys: list[Key] = []
+        while self._undecided and len(keys) < limit:
             problem = next(iter(self._undecided))
-            chosen += self._take(problem, min(self._needed(problem), limit - len(chosen)))
+            keys += self._take(problem, min(self._needed(problem), limit - len(keys)))
             self._update(problem)
-        while len(chosen) < limit:
-            more = [pair for problem in islice(self._open, limit - len(chosen)) for pair in self._take(problem, 1)]
+        while len(keys) < limit:
+            more = [key for problem in islice(self._open, limit - len(keys)) for key in self._take(problem, 1)]
             if not more:
                 break
-            chosen += more
-        return chosen
+            keys += more
+        return keys
 
     def _needed(self, problem: str) -> int:
         tally = self.tallies[problem]

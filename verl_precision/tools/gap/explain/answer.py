@@ -1,0 +1,85 @@
+"""The result of an explanation, in words: a table on the terminal, and JSON."""
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from verl_precision.base.terminal import paragraph
+from verl_precision.tools.gap.explain.judge import Finding, Result
+from verl_precision.tools.gap.explain.settings import Explanation
+from verl_precision.tools.show.tables import percent_text, short_text, terminal_table, write_json
+
+FILE = "explanation.json"
+_COLUMNS = ("step: what is changed", "size (nats)", "by rounding", "part of |gap|", "share of k3", "k3 without", "")
+
+
+def verdict(job: Explanation, result: Result) -> str:
+    """Return the answer in a sentence or two."""
+    gap = f"Mean |gap| {result.attribution.nats:.2e} nats, k3 {result.attribution.k3:.2e}."
+    if job.through_exact:
+        (equal,) = (each.part.equal for each in result.findings if each.variant.cause == "engine")
+        tokens = result.attribution.tokens
+        gap += f" In exact arithmetic both engines give {equal * tokens:.0f} of {tokens} tokens equal log-probs."
+    if faults := [f"{each.variant.cause}: {each.cause.title}" for each in result.findings if each.fault]:
+        return f"{gap} Something is wrong. {'; '.join(faults)}."
+    pair = f"{job.train_dtype} training with a {job.rollout_dtype} rollout"
+    return f"{gap} Nothing is wrong: this is what {pair} costs on this model."
+
+
+def rows(result: Result) -> list[tuple[str, ...]]:
+    """Return a row for each step, faults first: `_COLUMNS`."""
+    return [
+        (
+            f"{each.variant.cause}: {each.variant.words}",
+            *map(short_text, (each.part.size, each.expected, each.part.nats)),
+            percent_text(result.attribution.share(each.part), 1),
+            short_text(each.part.without),
+            "FAULT" if each.fault else "",
+        )
+        for each in result.findings
+    ]
+
+
+def advice(result: Result) -> list[Finding]:
+    """Return the steps against which something should be done: the faults, or else the largest cost of a dtype."""
+    faults = [each for each in result.findings if each.fault]
+    return faults or [each for each in result.findings if each.part.k3 > 0][:1]
+
+
+def show(job: Explanation, result: Result, console: Console) -> None:
+    """Print verdict, table and remedies."""
+
+    def say(text: str) -> None:
+        console.print(paragraph(text, console), soft_wrap=True, highlight=False)
+
+    say(verdict(job, result))
+    faults = {number for number, finding in enumerate(result.findings) if finding.fault}
+    console.print(terminal_table(_COLUMNS, rows(result), red=faults))
+    for each in advice(result):
+        seen = f" Seen: {each.evidence}." if each.evidence else ""
+        say(f"{each.variant.cause}: {each.cause.remedy}. Effect: {each.cause.effect}.{seen}")
+    if left_out := result.attribution.left_out:
+        say(f"{left_out} tokens have no finite log-prob in some variant, and are left out.")
+
+
+def write(folder: Path, job: Explanation, result: Result, envelope: Mapping[str, Any]) -> None:
+    """Write `FILE`."""
+    whole = result.attribution
+    steps = [
+        {
+            "cause": each.variant.cause, "what": each.cause.title, "changed": each.variant.words, "fault": each.fault,
+            "size_nats": each.part.size, "expected_nats": each.expected, "nats": each.part.nats, "k3": each.part.k3,
+            "k3_without": each.part.without, "share": whole.share(each.part), "equal_fraction": each.part.equal,
+            "evidence": each.evidence, "remedy": each.cause.remedy, "effect": each.cause.effect,
+        }
+        for each in result.findings
+    ]  # fmt: skip
+    content = {
+        **{"verdict": verdict(job, result), "nats": whole.nats, "k3": whole.k3, "tokens": whole.tokens},
+        **{"tokens_left_out": whole.left_out, "bf16_cost": result.bf16_cost, "steps": steps},
+        **{"path": [one.name for one in result.chain], **envelope, "command": shlex.join(envelope["command"])},
+    }
+    write_json(folder / FILE, content)
