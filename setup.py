@@ -87,7 +87,6 @@ setup(
         "verl_precision.rules": [
             "actions = verl_precision.tools.actions.rules",
             "arithmetic = verl_precision.tools.arithmetic.rules",
-            "rounding = verl_precision.tools.arithmetic.rounding_rules",
         ],
         "verl_precision.engine": [
             "arithmetic = verl_precision.tools.arithmetic.trainer_model:round_operations_once",

@@ -38,7 +38,7 @@ def records(monkeypatch, name, *options):
 
 @pytest.mark.parametrize(("name", "options", "rows"), [
     ("losses", ("--rows", "4", "--tokens", "32", "--repeats", "2"), 14),
-    ("kept_tokens", ("--responses", "2", "--tokens", "64", "--repeats", "2"), 2),
+    ("kept_tokens", ("--responses", "2", "--tokens", "64", "--repeats", "2"), 1),
     ("digest", ("--megabytes", "1", "--tensors", "8", "--repeats", "2"), 2),
     ("grouped_experts", ("--tokens", "8", "--repeats", "2"), 4),
 ])  # fmt: skip

@@ -16,10 +16,6 @@ INNER = {"native": None, "rounded_once": torch.float32, "exact": torch.float64}
 # Model types, and how the names of their modules begin in transformers.
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
 ROPE_TYPES = ("default", "llama3")
-# Settings of a LoRA adapter with which a layer is x (W + s·B A)ᵀ. Others (dropout, DoRA, ...) make it something else.
-PLAIN_ADAPTER = """task_type peft_type peft_version auto_mapping base_model_name_or_path revision inference_mode bias r
-    lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform layers_pattern
-    init_lora_weights megatron_core qalora_group_size""".split()
 
 
 def arithmetic_in_use() -> str:
@@ -41,9 +37,11 @@ def refused(problem: str, allowed: str, remedy: str = "Choose arithmetic=native.
     return ConfigurationError(problem, setting=SETTING, value=arithmetic_in_use(), allowed=allowed, remedy=remedy)
 
 
-def beyond_merging(adapter: Mapping[str, Any]) -> str:
-    """Return the settings of a LoRA adapter (its adapter_config.json) that keep it from being W + s·B A, or nothing."""
-    return ", ".join(f"{name}={value}" for name, value in adapter.items() if value and name not in PLAIN_ADAPTER)
+def require(needed: Mapping[str, Any], problem: str) -> None:
+    """Refuse what has a problem unless all that is needed, by words of it, holds."""
+    for allowed, holds in needed.items():
+        if not holds:
+            raise refused(problem, allowed)
 
 
 def require_family(config: Any) -> None:

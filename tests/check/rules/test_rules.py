@@ -156,8 +156,6 @@ ENVIRONMENTS = [
     ("not-exact", Environment("0.30.0", model={"model_type": "qwen3_moe"}), "EXACT", True),
     ("not-exact", Environment("0.29.0", model={"model_type": "qwen3_moe"}), "EXACT", False),
     ("not-exact", Environment("0.30.0", model={"model_type": "qwen3"}), "EXACT", False),
-    ("not-exact", Environment(adapter={"r": 4, "use_dora": False, "bias": "none"}), "EXACT", False),
-    *(("not-exact", Environment(adapter={x: True}), "EXACT", True) for x in ("lora_dropout", "use_dora", "lora_bias")),
     ("experts-kernel-bf16", Environment(gpus=("NVIDIA B200",), model=EXPERTS), "+precision=fp16", True),
     ("experts-kernel-bf16", Environment(gpus=("GB200",), model=EXPERTS), f"+precision=fp16 {KERNEL}=triton", False),
     ("experts-kernel-bf16", Environment(gpus=("NVIDIA B200",), model=EXPERTS), "+precision=bf16", False),

@@ -4,13 +4,12 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.tiny_model import random_model, settings
 from verl_precision.engine.arithmetic_choice import VARIABLE, inner_dtype
-from verl_precision.tools.arithmetic.trainer_model import merge_adapters, replace_operations
+from verl_precision.tools.arithmetic.trainer_model import replace_operations
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
 LENGTHS = (7, 1, 12, 5)
@@ -115,19 +114,6 @@ def test_a_module_of_its_own():
     cached = model("llama")
     with pytest.raises(ConfigurationError, match="cached keys"):
         cached.generate(sequences()[0][None], max_new_tokens=2, use_cache=True)
-
-
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"lora_dropout": 0.1}, "lora_dropout=0.1"),
-    ({"use_dora": True}, "use_dora=True"),
-    ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-    ({"target_modules": ["embed_tokens"]}, "Embedding"),
-])  # fmt: skip
-def test_an_adapter_that_is_not_merged_alone(changes, words):
-    one = random_model(*settings("qwen3_tied"))
-    adapted = get_peft_model(one, LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **changes}))
-    with pytest.raises(ConfigurationError, match=f"(?s)arithmetic='exact'.*{words}.*Allowed: adapters of linear"):
-        merge_adapters(adapted, torch.float64, torch.bfloat16)
 
 
 def test_an_unknown_arithmetic(monkeypatch):

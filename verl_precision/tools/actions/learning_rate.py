@@ -24,8 +24,6 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.integration.engine.build import LOWER_RATE, EnginePart
 from verl_precision.losses.metrics import ESS, EffectiveSampleSize, WeightStatistic
 
-FACTOR = "precision/learning_rate_factor"
-
 
 class ScaledLearningRate:
     """Scales the rate of one update at a time; what the schedule and a checkpoint see is the unscaled one.
@@ -56,11 +54,7 @@ class ScaledLearningRate:
 
     @contextlib.contextmanager
     def around_step(self, engine: Any) -> Iterator[None]:
-        """Have the step of an engine's optimizer inside the block.
-
-        Raises:
-            ConfigurationError: If the loss reported no weights.
-        """
+        """Have the step of an engine's optimizer inside the block; a loss that reported no weights is refused."""
         if not self._scales:
             yield
             return
@@ -76,9 +70,9 @@ class ScaledLearningRate:
         self._factors.append(factor)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return `precision/learning_rate_factor`, its mean over the updates since the last call."""
+        """Return the mean factor over the updates since the last call."""
         factors, self._factors = self._factors, []
-        return {FACTOR: sum(factors) / len(factors)} if factors else {}
+        return {"precision/learning_rate_factor": sum(factors) / len(factors)} if factors else {}
 
     def _factor(self, ranks: dist.ProcessGroup | None) -> float:
         if not self._found:

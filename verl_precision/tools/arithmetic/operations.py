@@ -96,35 +96,9 @@ def _blocks(rows: Tensor, weight: Tensor) -> list[slice]:
     return [slice(start, start + size) for start in range(0, weight.shape[0], size)]
 
 
-class _ToAdapter(_RoundedOnce):
-    """The first operand as it is, with the gradient of a formula over all."""
-
-    @staticmethod
-    def forward(ctx: Any, formula: Callable[..., Tensor], inner: torch.dtype, *operands: Tensor) -> Tensor:
-        ctx.formula = formula
-        ctx.save_for_backward(*operands)
-        return operands[0].view_as(operands[0])
-
-
-Adapter = tuple[Tensor, Tensor, float]  # LoRA: A [rank, in], B [out, rank], s
-
-
-def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, inner: torch.dtype) -> Tensor:
-    """Return W + s·B A."""
-    return _RoundedOnce.apply(lambda weight, a, b: torch.addmm(weight, b, a, alpha=scale), inner, weight, a, b)
-
-
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, adapter: Adapter | None = None, *, inner: torch.dtype
-) -> Tensor:
-    """Return x Wᵀ + b; with an adapter W is `merged`, frozen, and the gradient goes through it to x, A and B."""
-    if adapter is None:
-        return _Linear.apply(x, weight, bias, inner)
-    with torch.no_grad():
-        weight = merged(weight, *adapter, inner=inner)
-    product, (a, b, scale) = _Linear.apply(x, weight, bias, inner), adapter
-    with_adapter = lambda product, x, a, b: product + (x @ a.T) @ b.T * scale  # noqa: E731
-    return _ToAdapter.apply(with_adapter, inner, product, x.detach(), a, b)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, inner: torch.dtype) -> Tensor:
+    """Return x Wᵀ + b."""
+    return _Linear.apply(x, weight, bias, inner)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, inner: torch.dtype) -> Tensor:

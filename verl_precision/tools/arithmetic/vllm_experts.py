@@ -11,21 +11,18 @@ from verl_precision.engine.arithmetic_choice import inner_dtype, refused
 from verl_precision.tools.arithmetic import operations
 
 
-class RoundedExperts(CPUUnquantizedExperts):
+class _Experts(CPUUnquantizedExperts):
     """Router and experts; weights stay as they were loaded."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Take over how the layer routes; refuse a way that no family of the table has."""
         if layer.use_grouped_topk or layer.scoring_func != "softmax" or layer.custom_routing_function is not None:
             raise refused("the experts are chosen in a way of the model's own", "the largest of a softmax")
         self.renormalize = layer.renormalize
 
     def supports_routing_replay_capture(self) -> bool:
-        """Return True: the choice is made here."""
         return True
 
     def apply(self, hidden_states: Tensor, w1: Tensor, w2: Tensor, router_logits: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return the weighted sum of the chosen experts."""
         number, inner = self.moe_config.experts_per_token, inner_dtype() or torch.float32
         weights, picked = operations.route(router_logits, number, self.renormalize, inner=inner)
         if self.routing_replay_capture_fn is not None:
@@ -38,4 +35,4 @@ class RoundedMoE(UnquantizedFusedMoEMethod):
 
     def __init__(self, moe: Any) -> None:
         super().__init__(moe)
-        self.experts_cls = RoundedExperts
+        self.experts_cls = _Experts
