@@ -86,7 +86,7 @@ def test_fp16_closes_the_gap(run, recipe):
     assert bf16 > (2 if recipe == "moe" else 10) * fp16
 
 
-@pytest.mark.matrix  # in a real vLLM, bit for bit in exact arithmetic: tests/tools/arithmetic/test_vllm_arithmetic.py
+@pytest.mark.matrix  # what is sent: tests/integration/engine/test_weights_out.py
 def test_merged_lora_reaches_the_rollout_in_fp16(run):
     """verl merges in BF16: the mismatch is then that of BF16 (docs/precision.md), 64 times that of sent adapters."""
     merged, sent = run("lora", "fp16", "actor_rollout_ref.model.lora.merge=True"), run("lora", "fp16")

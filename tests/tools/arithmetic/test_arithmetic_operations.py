@@ -71,8 +71,10 @@ def test_exact_is_the_true_number_rounded_once(name, dtype):
 def test_the_gradient_is_the_formulas_rounded_once(name, dtype, arithmetic):
     operation, formula, shapes = OPERATIONS[name]
     given = [x.requires_grad_() for x in operands(shapes, dtype)]
+    alone = operation(*given, inner=INNER[arithmetic])
     with torch.autocast("cpu", dtype):  # as verl runs its forward: it must not round inside
         result = operation(*given, inner=INNER[arithmetic])
+        assert torch.equal(result, alone)
         above = operands([tuple(result.shape)], dtype)[0]
         result.backward(above)
     wide = [x.detach().double().requires_grad_() for x in given]
@@ -81,16 +83,6 @@ def test_the_gradient_is_the_formulas_rounded_once(name, dtype, arithmetic):
     for x, w in zip(given, wide, strict=True):
         assert x.grad.dtype == dtype
         assert torch.allclose(x.grad.double(), w.grad, rtol=0.51 * spacing, atol=1e-5 * w.grad.abs().max().item())
-
-
-@pytest.mark.parametrize("dtype", HALF)
-def test_autocast_does_not_round_inside(dtype):
-    """verl runs a forward under autocast, which casts FP32 operands of a product back to 16 bits."""
-    x, w = operands([(64, 512), (96, 512)], dtype)
-    alone = ours.linear(x, w, inner=torch.float32)
-    with torch.autocast("cpu", dtype):
-        assert torch.equal(ours.linear(x, w, inner=torch.float32), alone)
-    assert (alone == (x.double() @ w.double().T).to(dtype)).double().mean() > 0.995
 
 
 @pytest.mark.parametrize("dtype", HALF)

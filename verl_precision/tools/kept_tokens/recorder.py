@@ -7,7 +7,6 @@ the update, from the worker.
 
 import functools
 import logging
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,14 @@ import numpy as np
 from torch import Tensor
 
 from verl_precision.integration.trainer.batch_fields import fetch_rows, real_rows
-from verl_precision.integration.trainer.logger_tables import log_table
 from verl_precision.integration.trainer.metrics_file import metrics_path
 from verl_precision.losses.in_use import LossInUse
 from verl_precision.mismatch.candidates import Candidate, lot_of
 from verl_precision.mismatch.turns import turns_of
 from verl_precision.tools.kept_tokens import kept_file
 from verl_precision.tools.kept_tokens.decisions import LOST, Tokens, decide
-from verl_precision.tools.kept_tokens.kept_file import KeptResponse, KeptSummary
+from verl_precision.tools.kept_tokens.kept_file import KeptResponse
 
-KEPT_COLUMNS = [each.name for each in fields(KeptSummary) if each.name != "offset"]  # no place in a folder
 _LARGEST_GAP = 60.0  # nats; a larger one counts as this in the damage
 
 logger = logging.getLogger("verl_precision.mismatch")
@@ -58,9 +55,7 @@ class TokenRecorder:
     ) -> None:
         """Write the step before it is judged: an alarm may end the run."""
         with self._trainer.monitor.guarded():
-            responses = self.write(batch, global_steps)
-            rows = [{name: getattr(response, name) for name in KEPT_COLUMNS} for response in responses]
-            log_table(self._trainer.logger, "mismatch/kept_responses", rows, global_steps)
+            self.write(batch, global_steps)
         proceed(batch, metrics, *args, global_steps=global_steps, **more)
 
     def write(self, batch: Any, step: int) -> list[KeptResponse]:
