@@ -41,7 +41,7 @@ APART = {
 # The groups that take longest, longest first, so that two processes end together.
 FIRST = (
     *("slurm", "test_quickstart", "test_phantom_clipping", "test_resume", "test_cluster_check"),
-    *("test_sanity_set", "test_collapse", "test_offline_mismatch", "test_exact", "test_routed_experts", "lora"),
+    *("test_sanity_set", "test_collapse", "test_offline_mismatch", "moe", "test_routed_experts", "lora"),
 )
 
 

@@ -47,7 +47,7 @@ def test_replay_makes_the_trainer_compute_with_the_rollouts_experts(trained):
 
 @pytest.mark.matrix
 def test_replay_halves_the_gap(trained):
-    """That replay changes choices: the test above; without a near tie nothing is to change: test_exact.py."""
+    """That replay changes choices: the test above."""
     for without, replayed in zip(trained("measure"), trained("rollout"), strict=True):
         assert without["mismatch/routing_agreement"] < 0.9
         assert without["mismatch/routing_changed_fraction"] == 0

@@ -94,7 +94,7 @@ FAKE_PYTHON = """
 test "$VERL_PLATFORM" = cpu && echo "$@"
 case "$1 $3" in
     *make_task.py*) mkdir -p "$2/model" && touch "$2/problems.jsonl" ;;
-    *sanity-set) mkdir -p outputs/sanity_arithmetic/set && touch "outputs/sanity_arithmetic/set/${MADE:-kept.parquet}" ;;
+    *sanity-set) mkdir -p "$8" && touch "$8/${MADE:-kept.parquet}" ;;
 esac
 """
 MAKE_TASK = ["recipes/sanity_arithmetic/make_task.py", "outputs/sanity_arithmetic/task"]

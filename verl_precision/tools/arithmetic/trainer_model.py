@@ -77,21 +77,12 @@ def _mlp(part: Any, inner: torch.dtype, x: Tensor) -> Tensor:
     return part.down_proj(operations.silu_and_mul(part.gate_proj(x), part.up_proj(x), inner=inner))
 
 
-def _router(part: Any, inner: torch.dtype, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logits = operations.linear(x.reshape(-1, part.hidden_dim), part.weight, inner=inner)
-    return logits, *operations.route(logits, part.top_k, part.norm_topk_prob, inner=inner)
-
-
 # Modules of a family, by the end of their names, and of torch. None: they call others, look up, or add.
 _OF_FAMILY: dict[str, Callable[..., Any] | None] = {
     "RMSNorm": lambda part, inner, x: operations.rms_norm(x, part.weight, part.variance_epsilon, inner=inner),
     "MLP": _mlp,
     "RotaryEmbedding": lambda part, inner, x, position_ids: (x.new_ones(1, 1, 1), x.new_zeros(1, 1, 1)),  # cos and sin
-    "TopKRouter": _router,
-    "Experts": lambda part, inner, x, chosen, weights: operations.experts(
-        x, chosen, weights, part.gate_up_proj, part.down_proj, inner=inner
-    ),
-    **dict.fromkeys(("Attention", "DecoderLayer", "SparseMoeBlock", "Model", "ForCausalLM", "ForTokenClassification")),
+    **dict.fromkeys(("Attention", "DecoderLayer", "Model", "ForCausalLM", "ForTokenClassification")),
 }
 _OF_TORCH: dict[type, Callable[..., Any] | None] = {
     nn.Linear: lambda part, inner, x: operations.linear(x, part.weight, part.bias, inner=inner),

