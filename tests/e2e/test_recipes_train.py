@@ -1,6 +1,7 @@
 """Recipes train with scale=cpu; LoRA in FP16, with adapters that are sent and that are merged.
 
-Dense Qwen3, and both precisions of it: test_quickstart.py; a mixture in BF16: test_routed_experts.py; the sanity test and its estimator with a pre-trained model: test_make_real.py.
+Dense Qwen3, and both precisions of it: test_quickstart.py; a mixture in BF16: test_routed_experts.py; the sanity test
+and its estimator with a pre-trained model: test_make_real.py.
 Every estimator: tests/integration/engine/test_estimators_train.py.
 """
 

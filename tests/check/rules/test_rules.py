@@ -273,7 +273,6 @@ def test_every_rule_has_a_row_here_and_in_the_docs(root):
     "+precision=bf16 MASKS rollout.top_p=0.8 correction.rollout_is=token correction.rollout_is_threshold=2.0",
     "+precision=bf16 fsdp.ULYSSES=2",
     "EXACT",
-    "EXACT model.lora_rank=8 model.lora.merge=True",
     "+precision=bf16 +arithmetic=rounded_once",
     "actor.strategy=fsdp2 fsdp.offload_policy=True FINISHED LOOP +rollout.custom.mark_truncated=True",
     "trainer.total_training_steps=100 trainer.save_freq=20 actor.optim.lr_warmup_steps=10 trainer.total_epochs=1",

@@ -46,7 +46,7 @@ def write(path: Path, text: str, mode: str = "w") -> Path:
 
 def kept(step: int = 1, tokens: int = 4, **more) -> KeptResponse:
     fields = {"identity": EVIL, "damage": float(step), "prompt_text": "What?", "token_ids": np.arange(tokens) % 2}
-    fields |= {"prompt_ids": np.arange(3), "shadow_log_probs": None, "pieces": {0: EVIL, 1: "\n"}}
+    fields |= {"prompt_ids": np.arange(3), "shadow_log_probs": None, "texts": ([EVIL, "\n"] * tokens)[:tokens]}
     return response(step, tokens, **fields | more)
 
 

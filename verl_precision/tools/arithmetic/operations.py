@@ -90,8 +90,6 @@ class _Linear(torch.autograd.Function):
 
 
 def _blocks(rows: Tensor, weight: Tensor) -> list[slice]:
-    if not rows.numel():
-        return []
     size = max(1, _BLOCK // max(rows.shape))
     return [slice(start, start + size) for start in range(0, weight.shape[0], size)]
 
