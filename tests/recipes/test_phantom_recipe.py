@@ -10,7 +10,6 @@ from verl_precision.tools.runs.read import read_runs
 
 RECIPE = ROOT / "recipes/phantom_clipping/phantom_clipping.yaml"
 ARMS = OmegaConf.to_container(OmegaConf.load(RECIPE).arms)
-SHADOW = "actor_rollout_ref.actor.fsdp_config.shadow.ratio_source"
 
 
 def test_on_the_grid_each_weight_is_a_bf16_number_and_its_own_off_the_grid(make_task):

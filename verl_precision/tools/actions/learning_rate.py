@@ -34,20 +34,20 @@ class ScaledLearningRate:
 
     def __init__(self, base: float | None) -> None:
         self.base = base  # e₀; None: 1, in the updates for which the alarm asks, and in no other
-        self._scales = False  # the update under way?
-        self._found: list[WeightStatistic] = []  # of the micro-batches of the update under way
+        self._found: list[WeightStatistic] | None = None  # in the update under way; None: its rate is not scaled
         self._factors: list[float] = []  # of the updates of the training step so far
 
     def watched(self, data: Any, loss_function: Callable) -> Callable:
         """Return verl's loss function for one update; the weights that it reports are kept."""
-        self._scales, self._found = self.base is not None or tu.get(data, key=LOWER_RATE, default=False), []
-        if not self._scales:
+        scales = self.base is not None or tu.get(data, key=LOWER_RATE, default=False)
+        self._found = found = [] if scales else None
+        if found is None:
             return loss_function
 
         def loss_and_weights(*args: Any, **kwargs: Any) -> Any:
             result = loss_function(*args, **kwargs)
             if "model_output" in kwargs and ESS in result[1]:  # else top-k distillation asks for its part of the logits
-                self._found += result[1][ESS].values
+                found.extend(result[1][ESS].values)
             return result
 
         return loss_and_weights
@@ -55,7 +55,7 @@ class ScaledLearningRate:
     @contextlib.contextmanager
     def around_step(self, engine: Any) -> Iterator[None]:
         """Have the step of an engine's optimizer inside the block; a loss that reported no weights is refused."""
-        if not self._scales:
+        if self._found is None:
             yield
             return
         factor, groups = self._factor(engine.get_data_parallel_group()), engine.optimizer.param_groups

@@ -65,7 +65,7 @@ def not_exact(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     trained = engines(config)
     rows = [*NEEDED]
     for engine in trained:
-        rows += [(f"{engine.setting}.{setting}", *rest) for setting, *rest in OF_ENGINE]
+        rows += [(f"{engine.setting}.{setting}", values, otherwise) for setting, values, otherwise in OF_ENGINE]
         rows.append((engine.ulysses[0], (None, 1), "each rank rounds its part of a sequence"))
     for setting, values, otherwise in rows:
         if OmegaConf.select(config, setting) not in values:
