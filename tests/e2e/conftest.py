@@ -36,7 +36,6 @@ APART = {
     "ctrl_c": "interrupt",
     "merged_lora": "lora",
     "rounded_rollout_does_not_see": "stall",
-    "rollout_sees_are": "stall",
 }
 # The groups that take longest, longest first, so that two processes end together.
 FIRST = (

@@ -48,16 +48,6 @@ def test_another_epsilon_is_found(tmp_path, monkeypatch):
 SIZES = {"max_prompts": 4, "max_response_tokens": 24}
 
 
-@pytest.mark.matrix
-def test_exact_arithmetic_leaves_no_step_between_the_engines(tmp_path):
-    """Log-probs: tests/tools/arithmetic/test_vllm_arithmetic.py, and test_cluster_check.py over a run."""
-    healthy = explain(Explanation(exact=True, output=tmp_path / "healthy", **SIZES), Console(file=io.StringIO()))
-    by_cause = {finding.variant.cause: finding for finding in healthy.findings}
-    assert not any(finding.fault for finding in healthy.findings) and by_cause["engine"].part.equal == 1
-    assert by_cause["rollout_kernels"].part.size > 0 and by_cause["trainer_kernels"].part.size > 0
-    assert healthy.operations["rollout_exact"].first is None and healthy.operations["rollout_exact"].exact
-
-
 def test_in_exact_arithmetic_one_epsilon_shows_and_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(injected_faults.__file__).parent))
     vllm = partial(injected_faults.faulty_vllm, faults={"epsilon": 1.01})  # BF16 hides it

@@ -3,6 +3,7 @@
 Requests of many lengths at a time, with a prefix cache and sampling; verl's FSDP2 engine scores them packed.
 """
 
+from functools import reduce
 from types import SimpleNamespace
 
 import forked
@@ -103,27 +104,19 @@ def test_a_process_that_was_not_asked(monkeypatch):
     assert not op_registry_oot and not AttentionBackendEnum.CPU_ATTN.is_overridden()
 
 
-def vllm_config(changes):
-    """Return what is read of vLLM's config, with some of it changed."""
-    values = {
-        "model_config.hf_text_config.model_type": "qwen3",
-        "model_config.hf_text_config.hidden_act": "silu",
-        "model_config.hf_text_config.attention_dropout": 0.0,
-        "model_config.hf_text_config.rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        "model_config.dtype": torch.bfloat16,
-        "model_config.head_dtype": torch.bfloat16,
-        "compilation_config.mode": 0,
-        "parallel_config.world_size": 1,
-        "quant_config": None,
-        "lora_config": None,
-    }
-    config = SimpleNamespace()
-    for path, value in {**values, **changes}.items():
-        *parents, last = path.split(".")
-        part = config
-        for parent in parents:
-            part = vars(part).setdefault(parent, SimpleNamespace())
-        setattr(part, last, value)
+def vllm_config(setting="quant_config", value=None):
+    """Return what is read of vLLM's config, with one value changed."""
+    model = SimpleNamespace(
+        model_type="qwen3", hidden_act="silu", attention_dropout=0.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=model, dtype=torch.bfloat16, head_dtype=torch.bfloat16),
+        compilation_config=SimpleNamespace(mode=0), parallel_config=SimpleNamespace(world_size=1), quant_config=None,
+        lora_config=None,
+    )  # fmt: skip
+    *parents, last = setting.split(".")
+    setattr(reduce(getattr, parents, config), last, value)
     return config
 
 
@@ -139,9 +132,9 @@ def test_what_vllm_would_compute_otherwise_is_refused(setting, value, words, mon
     from verl_precision.tools.arithmetic.vllm_operations import require_supported
 
     monkeypatch.setenv(VARIABLE, "exact")
-    require_supported(vllm_config({}))
+    require_supported(vllm_config())
     with pytest.raises(ConfigurationError, match=f"(?s)arithmetic='exact'.*Allowed: .*{words}"):
-        require_supported(vllm_config({setting: value}))
+        require_supported(vllm_config(setting, value))
     if words != "llama, qwen2, qwen3":  # that model has operations of its own in any arithmetic
         monkeypatch.setenv(VARIABLE, "rounded_once")
-        require_supported(vllm_config({setting: value}))
+        require_supported(vllm_config(setting, value))
