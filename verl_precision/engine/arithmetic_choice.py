@@ -15,7 +15,6 @@ SETTING = "arithmetic"
 INNER = {"native": None, "rounded_once": torch.float32, "exact": torch.float64}
 # Model types, and how the names of their modules begin in transformers.
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-ROPE_TYPES = ("default", "llama3")
 
 
 def arithmetic_in_use() -> str:
@@ -55,5 +54,5 @@ def require_family(config: Any) -> None:
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise refused("the model has layers with a sliding window", "full attention in every layer")
     rope = config.rope_parameters
-    if rope["rope_type"] not in ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise refused(f"the model's rotary embedding is {rope}", f"rope_type {' or '.join(ROPE_TYPES)}, of all places")
+    if rope["rope_type"] != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise refused(f"the model's rotary embedding is {rope}", "rope_type default, of all places")

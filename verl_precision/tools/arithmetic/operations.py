@@ -6,7 +6,7 @@ to the operand's dtype. What is infinite or not a number natively is so here: th
 Shapes: N tokens, H heads, D head size.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -113,18 +113,9 @@ def silu_and_mul(gate: Tensor, up: Tensor, *, inner: torch.dtype) -> Tensor:
     return _RoundedOnce.apply(lambda gate, up: F.silu(gate) * up, inner, gate, up)
 
 
-def rotary_frequencies(rope: Mapping[str, Any], head_size: int) -> Tensor:
-    """Return the angle of each pair of places in one step of position, FP64 [D / 2], of a config's `rope_parameters`.
-
-    Llama 3's slow turns are slower by its factor; between slow and fast the factor fades out.
-    """
-    own = float(rope["rope_theta"]) ** -(torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
-    if rope["rope_type"] == "default":
-        return own
-    turns = rope["original_max_position_embeddings"] * own / (2 * torch.pi)  # in the original context
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    fast = ((turns - low) / (high - low)).clamp(0, 1)
-    return fast * own + (1 - fast) * own / rope["factor"]
+def rotary_frequencies(theta: float, head_size: int) -> Tensor:
+    """Return the angle of each pair of places in one step of position, FP64 [D / 2]."""
+    return float(theta) ** -(torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
 
 
 def rotary(x_NHD: Tensor, positions_N: Tensor, frequencies: Tensor, *, inner: torch.dtype) -> Tensor:

@@ -118,7 +118,7 @@ def _attention(
         raise refused("the model was called with cached keys or a mask of its own", "whole sequences, with positions")
     inner = inner_dtype() or torch.float32
     positions = position_ids.expand(batch, -1)
-    frequencies = operations.rotary_frequencies(module.config.rope_parameters, size)
+    frequencies = operations.rotary_frequencies(module.config.rope_parameters["rope_theta"], size)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     q, k = (operations.rotary(x, positions.flatten(), frequencies, inner=inner) for x in (q, k))
     found = attention(q, k, v, scaling, packed(positions, attention_mask), inner=inner)

@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm.config import CompilationMode, VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -38,7 +38,6 @@ def register_operations() -> None:
     RMSNorm.register_oot(_RMSNorm)
     SiluAndMul.register_oot(_SiluAndMul)
     RotaryEmbedding.register_oot(_RotaryEmbedding)
-    Llama3RotaryEmbedding.register_oot(_Llama3RotaryEmbedding)
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{_Attention.__qualname__}")
     wrap_once("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", _linear_layer)
     wrap_once("vllm.v1.sample.sampler", "Sampler.compute_logprobs", _log_probs)
@@ -87,11 +86,8 @@ class _SiluAndMul(SiluAndMul):
 class _RotaryEmbedding(RotaryEmbedding):
     """Turns by angles in FP64, of the model's own config."""
 
-    def _rope(self) -> dict[str, Any]:
-        return {"rope_type": "default", "rope_theta": self.base}
-
     def forward_native(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Any]:
-        frequencies = operations.rotary_frequencies(self._rope(), self.head_size)
+        frequencies = operations.rotary_frequencies(self.base, self.head_size)
 
         def turned(x: Tensor) -> Tensor:
             heads = x.reshape(len(positions), -1, self.head_size)
@@ -100,13 +96,6 @@ class _RotaryEmbedding(RotaryEmbedding):
         return turned(query), None if key is None else turned(key)
 
     forward_cpu = forward_native
-
-
-class _Llama3RotaryEmbedding(_RotaryEmbedding, Llama3RotaryEmbedding):
-    def _rope(self) -> dict[str, Any]:
-        own = {"factor": self.scaling_factor, "original_max_position_embeddings": self.orig_max_position}
-        own |= {"low_freq_factor": self.low_freq_factor, "high_freq_factor": self.high_freq_factor}
-        return {"rope_type": "llama3", "rope_theta": self.base, **own}
 
 
 class Step(NamedTuple):

@@ -47,7 +47,7 @@ def _exactly(
     elif modules:
         found = [torch.cat([linear(x, of(each.weight), of(each.bias)) for each in modules], dim=-1)]
     elif kind == "rotary":
-        turn = operations.rotary_frequencies(model.config.rope_parameters, own.head_dim)
+        turn = operations.rotary_frequencies(model.config.rope_parameters["rope_theta"], own.head_dim)
         found = [operations.rotary(heads(each), x, turn, inner=inner).flatten(1) for each in others]
     elif kind == "attention":
         spans = packed(torch.arange(length, device=x.device)[None], None)
