@@ -44,14 +44,10 @@ class _RoundedOnce(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # once: gradient checkpointing computes them as they are asked for
         wide = backward_dtype(gradients[0].dtype)
-        needed = ctx.needs_input_grad[2:]
         with torch.enable_grad(), torch.autocast(gradients[0].device.type, enabled=False):
-            operands = [x.detach().to(wide).requires_grad_(n) for x, n in zip(saved, needed, strict=True)]
-            result = ctx.formula(*operands)
-            asked = [x for x in operands if x.requires_grad]
-            found = iter(torch.autograd.grad(result, asked, gradients[0].to(wide)))
-        wanted = zip(saved, needed, strict=True)
-        return None, None, *(rounded(next(found), x.dtype) if n else None for x, n in wanted)
+            operands = [x.detach().to(wide).requires_grad_() for x in saved]
+            found = torch.autograd.grad(ctx.formula(*operands), operands, gradients[0].to(wide))
+        return None, None, *(rounded(gradient, x.dtype) for gradient, x in zip(found, saved, strict=True))
 
 
 class _Linear(torch.autograd.Function):
@@ -70,23 +66,19 @@ class _Linear(torch.autograd.Function):
         return result.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         wide = backward_dtype(x.dtype)
         above = gradients[0].reshape(-1, weight.shape[0])
         rows = x.reshape(-1, x.shape[-1]).to(wide)
-        to_x, to_weight, to_bias = ctx.needs_input_grad[:3]
-        sums = torch.zeros_like(rows) if to_x else None
-        weights = torch.zeros_like(weight) if to_weight else None
+        to_rows, to_weight = torch.zeros_like(rows), torch.zeros_like(weight)
         with torch.autocast(x.device.type, enabled=False):
             for block in _blocks(rows, weight):
                 part = above[:, block].to(wide)
-                if sums is not None:
-                    sums.addmm_(part, weight[block].to(wide))
-                if weights is not None:
-                    weights[block] = rounded(part.T @ rows, weight.dtype)
-        biases = rounded(above.to(wide).sum(0), x.dtype) if to_bias else None
-        return None if sums is None else rounded(sums, x.dtype).view_as(x), weights, biases, None
+                to_rows.addmm_(part, weight[block].to(wide))
+                to_weight[block] = rounded(part.T @ rows, weight.dtype)
+        to_bias = rounded(above.to(wide).sum(0), x.dtype) if ctx.needs_input_grad[2] else None
+        return rounded(to_rows, x.dtype).view_as(x), to_weight, to_bias, None
 
 
 def _blocks(rows: Tensor, weight: Tensor) -> list[slice]:
