@@ -40,9 +40,10 @@ class ScaledLearningRate:
     def watched(self, data: Any, loss_function: Callable) -> Callable:
         """Return verl's loss function for one update; the weights that it reports are kept."""
         scales = self.base is not None or tu.get(data, key=LOWER_RATE, default=False)
-        self._found = found = [] if scales else None
-        if found is None:
+        if not scales:
+            self._found = None
             return loss_function
+        self._found = found = list[WeightStatistic]()
 
         def loss_and_weights(*args: Any, **kwargs: Any) -> Any:
             result = loss_function(*args, **kwargs)
