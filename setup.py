@@ -92,7 +92,7 @@ setup(
             "actor_rollout_ref.actor.fsdp_config.learning_rate_ess_base = verl_precision.tools.actions.rules",
             "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PRECISION_ARITHMETIC:exact = "
             "verl_precision.tools.arithmetic.rules",
-            "weight_sync.rounding:stochastic = verl_precision.tools.arithmetic.rounding_rules",
+            "weight_sync.rounding:stochastic = verl_precision.tools.arithmetic.rules",
         ],
         "verl_precision.engine": [
             "arithmetic = verl_precision.tools.arithmetic.trainer_model:round_operations_once",

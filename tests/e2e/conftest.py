@@ -36,12 +36,11 @@ APART = {
     "ctrl_c": "interrupt",
     "merged_lora": "lora",
     "rounded_rollout_does_not_see": "stall",
-    "rollout_sees_are": "stall",
 }
 # The groups that take longest, longest first, so that two processes end together.
 FIRST = (
     *("slurm", "test_quickstart", "test_phantom_clipping", "test_resume", "test_cluster_check"),
-    *("test_sanity_set", "test_collapse", "test_offline_mismatch", "test_exact", "test_routed_experts", "lora"),
+    *("test_sanity_set", "test_collapse", "test_offline_mismatch", "moe", "test_routed_experts", "lora"),
 )
 
 

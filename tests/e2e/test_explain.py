@@ -41,33 +41,6 @@ def test_another_epsilon_is_found(tmp_path, monkeypatch):
 SIZES = {"max_prompts": 4, "max_response_tokens": 24}
 
 
-@pytest.mark.matrix
-def test_exact_arithmetic_leaves_no_step_between_the_engines(tmp_path):
-    """Log-probs: tests/tools/arithmetic/test_vllm_arithmetic.py, and test_cluster_check.py over a run."""
-    healthy = explain(Explanation(exact=True, output=tmp_path / "healthy", **SIZES), Console(file=io.StringIO()))
-    by_cause = {finding.variant.cause: finding for finding in healthy.findings}
-    assert not any(finding.fault for finding in healthy.findings) and by_cause["engine"].part.equal == 1
-    assert by_cause["rollout_kernels"].part.size > 0 and by_cause["trainer_kernels"].part.size > 0
-
-
-@pytest.mark.matrix
-def test_ties_in_the_router_are_found(tmp_path):
-    """As benchmarks/fault_injection.py does for each fault of its list.
-
-    FP16 rounds away what three experts differ by, of which two are chosen: the sides then choose other ones."""
-    model = injected_faults.near_tie("tiny:qwen3_moe", tmp_path / "model", 1e-4)
-    dtypes = {"train_dtype": "fp16", "rollout_dtype": "fp16"}
-    job = Explanation(model=model, max_prompts=6, **dtypes, max_response_tokens=32, output=tmp_path / "job")
-    result = explain(job, Console(file=io.StringIO()))
-    assert [finding.variant.cause for finding in result.findings if finding.fault] == ["routing"]
-    routing = result.findings[0]
-    assert result.attribution.share(routing.part) > 0.8 and routing.part.without < 0.2 * result.attribution.k3
-    assert float(routing.evidence.partition("%")[0]) > 1, "per cent of the choices"
-    # With the choices taken out, what is left is FP16's rounding: an eighth of BF16's.
-    of_trainer = next(each for each in result.findings if each.variant.cause == "trainer_precision")
-    assert of_trainer.part.size == pytest.approx(result.bf16_cost / 8, rel=0.3)
-
-
 def test_in_exact_arithmetic_one_epsilon_shows_and_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(injected_faults.__file__).parent))
     vllm = partial(injected_faults.faulty_vllm, faults={"epsilon": 1.01})  # BF16 hides it

@@ -42,7 +42,7 @@ def test_bf16_on_either_side_brings_the_mismatch_of_bf16(analysis):
 def test_exact_arithmetic_leaves_every_log_prob_equal(tmp_path):
     """Of the sampled tokens, and of the whole vocabulary at some positions, although FP32 lies inside no operation.
 
-    Sampled tokens: tests/tools/arithmetic/test_vllm_arithmetic.py, and test_exact.py over a run.
+    Sampled tokens: tests/tools/arithmetic/test_vllm_arithmetic.py; over a run: test_cluster_check.py.
     """
     sizes = {"max_prompts": 6, "responses": 2, "max_response_tokens": 32, "full_vocabulary": 24}
     job = MismatchJob(

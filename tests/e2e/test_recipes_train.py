@@ -1,7 +1,7 @@
 """Recipes train with scale=cpu; LoRA in FP16, with adapters that are sent and that are merged.
 
-Dense Qwen3, and both precisions of it: test_quickstart.py; a mixture of experts: test_exact.py in FP16,
-test_routed_experts.py in BF16; the sanity test and its estimator with a pre-trained model: test_make_real.py.
+Dense Qwen3, and both precisions of it: test_quickstart.py; a mixture in BF16: test_routed_experts.py; the sanity test
+and its estimator with a pre-trained model: test_make_real.py.
 Every estimator: tests/integration/engine/test_estimators_train.py.
 """
 
@@ -49,7 +49,7 @@ def run(run_recipe):
 def arm(recipe: str, *precisions: str):
     """Return a recipe, perhaps with a precision, as parameters, marked with where it is run."""
     # By the tests named above and the last one here; tests/integration/engine/test_estimators_train.py trains dapo.
-    shown_elsewhere = (recipe, *precisions) != ("lora", "fp16")
+    shown_elsewhere = (recipe, *precisions) not in (("lora", "fp16"), ("moe", "fp16"))
     return pytest.param(recipe, *precisions, marks=[pytest.mark.matrix] * shown_elsewhere)
 
 
@@ -86,7 +86,7 @@ def test_fp16_closes_the_gap(run, recipe):
     assert bf16 > (2 if recipe == "moe" else 10) * fp16
 
 
-@pytest.mark.matrix  # in a real vLLM, bit for bit in exact arithmetic: tests/tools/arithmetic/test_vllm_arithmetic.py
+@pytest.mark.matrix  # what is sent: tests/integration/engine/test_weights_out.py
 def test_merged_lora_reaches_the_rollout_in_fp16(run):
     """verl merges in BF16: the mismatch is then that of BF16 (docs/precision.md), 64 times that of sent adapters."""
     merged, sent = run("lora", "fp16", "actor_rollout_ref.model.lora.merge=True"), run("lora", "fp16")

@@ -6,7 +6,6 @@ second has done twice is bit for bit the same. `make test-matrix` has a job ende
 limit and by kill -9, at random moments, beside one that was never ended.
 """
 
-import contextlib
 import json
 import os
 import random
@@ -26,12 +25,11 @@ import torch
 from typer.testing import CliRunner
 
 from verl_precision.base import owner
-from verl_precision.base.errors import RunFailedError
 from verl_precision.base.overrides import quoted
 from verl_precision.check.rules.gpu_memory import shape_of
 from verl_precision.cli import app
 from verl_precision.tools.runs.fork_server import fork_server
-from verl_precision.tools.runs.launch import WORKER_PYTHON, run_verl
+from verl_precision.tools.runs.launch import WORKER_PYTHON
 from verl_precision.tools.runs.read import read_metrics
 
 RECIPE, RUN = Path("recipes/quickstart/quickstart.yaml"), "recipes/launch/run.sh"
@@ -110,7 +108,7 @@ def until(job: subprocess.Popen, log: Path, condition, *arguments) -> None:
         time.sleep(0.2)
 
 
-def test_slurms_job_goes_on_after_its_time_limit_and_a_changed_one_touches_nothing(tmp_path, queue, words_of):
+def test_slurms_job_goes_on_after_its_time_limit(tmp_path, queue, words_of):
     """It is near after the first step, and nothing but that makes a checkpoint before the last step.
 
     The same command beside it, from another shell, is refused. That the job goes on as if it had never ended, bit for
@@ -144,13 +142,6 @@ def test_slurms_job_goes_on_after_its_time_limit_and_a_changed_one_touches_nothi
     shape = shape_of(json.loads((actor / "huggingface" / "config.json").read_text()))
     size = sum(file.stat().st_size for file in actor.glob("*_rank_0.pt"))
     assert size == pytest.approx(12 * shape.parameters, rel=0.1)  # docs/scales.md; names weigh more in a tiny model
-
-    left = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
-    changed = [*overrides, f"trainer.default_local_dir={checkpoints}", "trainer.nnodes=1"]
-    changed.append("actor_rollout_ref.actor.optim.lr=2e-3")
-    with pytest.raises(RunFailedError, match=r"actor\.optim\.lr was .*, is 0\.002"):
-        run_verl(RECIPE, changed, tmp_path / "changed", lambda progress: None)
-    assert {path: path.stat().st_mtime_ns for path in left} == left
 
 
 def killed_at(said: str, command: list[str]) -> None:
@@ -214,26 +205,6 @@ def test_compare_goes_on_when_the_command_itself_was_killed(tmp_path, own_proces
     assert superseded[0]["weight_sync/weights_digest"] != rows[1]["weight_sync/weights_digest"], "the weights change"
     assert "Resuming from" in (folder / "fp16" / "train-2.log").read_text()
     exports_in_fp16(folder / "fp16" / "checkpoints" / f"global_step_{STEPS}", tmp_path / "export")
-
-
-@pytest.mark.matrix
-def test_compare_ended_at_ten_random_moments_leaves_nothing_and_goes_on(
-    tmp_path, own_processes, hear_signals, temporary
-):
-    command = [*COMPARE, *SETTINGS, "--output", str(tmp_path)]
-    former, random_moments = None, random.Random(int(os.environ.get("SEED", "48")))
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGKILL, signal.SIGINT, signal.SIGKILL) * 2:
-        with subprocess.Popen(command, preexec_fn=hear_signals) as process:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(random_moments.uniform(0, 150))
-            process.send_signal(number)
-        assert process.returncode in (0, -number, 128 + number)
-        if signal.SIGKILL not in (former, number):
-            assert own_processes() == [] and not list(temporary.glob("vp-*"))
-        former = number
-    subprocess.run(command, check=True)
-    assert own_processes() == [] and not list(temporary.glob("vp-*"))
-    assert any((folder / "summary.json").exists() for folder in (tmp_path / "quickstart").iterdir())
 
 
 def exports_in_fp16(checkpoint: Path, export: Path):

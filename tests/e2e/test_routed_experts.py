@@ -47,19 +47,12 @@ def test_replay_makes_the_trainer_compute_with_the_rollouts_experts(trained):
 
 @pytest.mark.matrix
 def test_replay_halves_the_gap(trained):
-    """That replay changes choices: the test above; without a near tie nothing is to change: test_exact.py."""
+    """That replay changes choices: the test above."""
     for without, replayed in zip(trained("measure"), trained("rollout"), strict=True):
         assert without["mismatch/routing_agreement"] < 0.9
         assert without["mismatch/routing_changed_fraction"] == 0
+        assert sum(name.startswith("mismatch/routing_agreement/layer_") for name in without) == 4, "of each layer"
         assert replayed["mismatch/k3_kl"] < 0.5 * without["mismatch/k3_kl"]
-
-
-@pytest.mark.matrix
-def test_every_layer_has_its_share(trained):
-    """Of choices by hand: tests/engine/test_router_replay.py."""
-    row = trained("measure")[0]
-    layers = [value for name, value in row.items() if name.startswith("mismatch/routing_agreement/layer_")]
-    assert len(layers) == 4 and sum(layers) / len(layers) == pytest.approx(row["mismatch/routing_agreement"])
 
 
 @pytest.mark.matrix

@@ -31,34 +31,12 @@ def test_tied_model_trains_where_ray_starts_the_workers(tmp_path, monkeypatch):
         assert row["weight_sync/seconds"] > 0
 
 
-@pytest.fixture
-def stopped_with(run_quickstart, tmp_path, monkeypatch):
-    """Run the quickstart with a module that every process of it imports; return the message that stops it."""
-
-    def run(module: str, *overrides: str) -> str:
-        (tmp_path / "planted.py").write_text(module)
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "planted")
-        with pytest.raises(RunFailedError) as caught:
-            run_quickstart(*overrides)
-        return str(caught.value)
-
-    return run
-
-
-@pytest.mark.matrix
-def test_broken_sync_stops_the_run_and_names_the_layer(stopped_with):
-    """Take the repair of tied heads away in every process: upstream's stale head, which nothing else notices.
-
-    A guard that stops its run: test_planted_faults.py. The stale head: tests/weight_sync/test_worker.py.
-    """
-    module = "from verl_precision.integration.cpu import vllm_on_cpu\n"
-    module += "vllm_on_cpu.shared_parameter_layers = lambda model: iter(())\n"
-    message = stopped_with(module, *TIED, "trainer.total_training_steps=2")
-    assert "Weight sync 0 did not take: lm_head: it computes with a packed copy of other weights" in message
-    assert "Usual causes" in message
-
-
+# Modules that every process of a run imports. Take the repair of tied heads away: upstream's stale head, which nothing
+# else notices. Change the rollout's memory after the guard has looked: every bit arrived, only the canary can tell.
+STALE_HEAD = """
+from verl_precision.integration.cpu import vllm_on_cpu
+vllm_on_cpu.shared_parameter_layers = lambda model: iter(())
+"""
 CHANGE_AFTER_THE_GUARD = """
 import wrapt
 def change(module):
@@ -73,13 +51,17 @@ wrapt.register_post_import_hook(change, 'vllm.v1.worker.gpu_worker')
 """
 
 
+# Shorter: test_planted_faults.py for a guard that stops its run, tests/weight_sync/test_worker.py and
+# test_known_faults.py for the stale head and the canary's bound.
 @pytest.mark.matrix
-def test_served_log_probs_that_are_not_the_trainers_stop_the_run(stopped_with):
-    """Change the rollout's memory after the guard has looked: every bit arrived, only the canary can tell.
-
-    The canary's bound, on a real vLLM: tests/weight_sync/test_known_faults.py; a guard that stops its run:
-    test_planted_faults.py.
-    """
-    message = stopped_with(CHANGE_AFTER_THE_GUARD, "precision=bf16", "trainer.total_training_steps=3")
-    assert "Canary of weight sync 1: replica 0: its served log-probs differ from the trainer's by" in message
-    assert "Weight sync 1 did not take" not in message
+@pytest.mark.parametrize(("module", "settings", "message"), [
+    (STALE_HEAD, TIED, "Weight sync 0 did not take: lm_head: it computes with a packed copy of other weights"),
+    (CHANGE_AFTER_THE_GUARD, ("precision=bf16",), "Canary of weight sync 1: replica 0: its served log-probs differ"),
+])  # fmt: skip
+def test_a_sync_that_did_not_take_stops_the_run(run_quickstart, tmp_path, monkeypatch, module, settings, message):
+    (tmp_path / "planted.py").write_text(module)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "planted")
+    with pytest.raises(RunFailedError, match=message) as caught:
+        run_quickstart(*settings, "trainer.total_training_steps=3")
+    assert "Weight sync 1 did not take" not in str(caught.value)

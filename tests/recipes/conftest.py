@@ -1,6 +1,9 @@
 """Recipes name their files from the repository's root; their scripts are no modules of the package."""
 
 import importlib.util
+import os
+import shutil
+import subprocess
 
 import pytest
 from composer import ROOT
@@ -48,6 +51,22 @@ def executable(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def run_alone(tmp_path, executable):
+    """Run a script, alone in a tree of its own, with a python of shell lines; return what it printed, by lines."""
+
+    def run(script: str, python: str, *overrides: str, **environment: str) -> list[str]:
+        (tmp_path / script).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / script, tmp_path / script)
+        environment = {"PATH": os.environ["PATH"], "PYTHON": str(executable("python", python)), **environment}
+        command = ["bash", tmp_path / script, *overrides]
+        done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return [line.replace("-m verl_precision.cli ", "") for line in done.stdout.splitlines()]
+
+    return run
 
 
 @pytest.fixture

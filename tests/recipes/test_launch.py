@@ -34,7 +34,7 @@ def launch(tmp_path, executable):
     return launch
 
 
-def test_run_checks_then_runs(launch):
+def test_run_checks_then_runs(launch, executable):
     run = ["-m", "verl.trainer.main_ppo", "--config-dir", "recipes/moe", "--config-name", "moe", *OVERRIDES]
     check = ["-m", "verl_precision.cli", "check", RECIPE, *OVERRIDES]
     assert launch("run.sh", RECIPE, *OVERRIDES).stdout.splitlines() == check + run
@@ -43,11 +43,8 @@ def test_run_checks_then_runs(launch):
     assert launch("run.sh", RECIPE, *own, DRY_RUN="1").stdout.splitlines()[4:] == ["scale=cpu", *own[3:]]
     own = ["precision=fp16", "--", "trainer.default_local_dir='/a -- b precision=bf16'"]  # a path, and no preset
     assert launch("run.sh", RECIPE, *own, DRY_RUN="1").stdout.splitlines()[4:] == [own[0], own[2]]
-
-
-def test_a_failed_check_stops_the_run(launch, executable):
-    done = launch("run.sh", RECIPE, fails=True, PYTHON=str(executable("broken", "echo once; exit 1")))
-    assert done.returncode == 1 and done.stdout == "once\n"
+    failed = launch("run.sh", RECIPE, fails=True, PYTHON=str(executable("broken", "echo once; exit 1")))
+    assert failed.returncode == 1 and failed.stdout == "once\n", "a failed check stops the run"
 
 
 @pytest.mark.parametrize("script", ["run.sh", "job_submit.sh", "cpu_2nodes.sh"])
@@ -128,21 +125,10 @@ def test_slurm_starts_head_workers_and_recipe(run_job):
 
 def test_slurm_starts_the_environment_of_the_installation_page_and_nothing_without_it(run_job):
     (default,) = re.findall(r"^ACTIVATE=\$\{ACTIVATE:-(\S+)\}", (LAUNCH / "slurm.sbatch").read_text(), re.M)
-    install = (ROOT / "docs" / "install.md").read_text()
-    gpus = install[install.index("# Installation on GPUs") :]
-    assert gpus.count(f". {default}\n") == 2, "with uv and with pip"
-    assert "`ACTIVATE`" in gpus and "`ACTIVATE`" in (ROOT / "recipes" / "README.md").read_text()
+    assert f". {default}\n" in (ROOT / "docs" / "install.md").read_text()
     code, log = run_job("echo said", ACTIVATE="/not/there")
     assert code == 1 and "ACTIVATE=/not/there is no file" in log and "docs/install.md" in log
     assert "said" not in log and "ray start" not in log
-
-
-def test_the_installation_pages_way_without_flash_attn_composes_in_fp32(compose_recipe):
-    """Where a preset has the key already, `+` is refused."""
-    page = (ROOT / "docs" / "install.md").read_text()
-    (override,) = re.findall(r"^verl-precision check recipes/.* (\S+attn_implementation=sdpa)$", page, re.M)
-    config = compose_recipe("recipes/sanity/sanity.yaml", "precision=fp32", "scale=1x8_h100", override)
-    assert config.actor_rollout_ref.model.override_config.attn_implementation == "sdpa"
 
 
 def test_the_heads_address_is_that_of_the_interface_to_the_other_nodes(load_script):
@@ -230,11 +216,8 @@ def watched(*command: str) -> subprocess.Popen:
     return subprocess.Popen(words, text=True, stdout=subprocess.PIPE)
 
 
-def test_a_watched_command_that_ends_well_ends_at_once():
+def test_a_watched_command_that_does_not_listen_ends_by_itself_or_at_sigterm():
     assert watched("true").wait(20) == 0
-
-
-def test_a_watched_command_that_does_not_listen_ends_at_sigterm_only():
     process = watched("sh", "-c", "echo started; exec sleep 60")
     assert process.stdout.readline() == "started\n"
     process.send_signal(signal.SIGUSR1)
@@ -275,7 +258,6 @@ def rayjob(load_script):
 
 def test_rayjob_has_hosts_gpus_image_and_command_keeps_what_a_run_writes_and_tries_again(rayjob):
     job, pods = rayjob()
-    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     env, cluster, named, *command = shlex.split(job["spec"]["entrypoint"])
     assert (env, cluster, named.partition("=")[0]) == ("env", "CLUSTER=auto", "VERL_PRECISION_JOB")
     assert command == ["bash", "recipes/launch/run.sh", RECIPE, *OVERRIDES] and rayjob()[0] != job, "another job"
@@ -289,12 +271,10 @@ def test_rayjob_has_hosts_gpus_image_and_command_keeps_what_a_run_writes_and_tri
         assert {mount["name"] for mount in container["volumeMounts"]} <= {volume["name"] for volume in pod["volumes"]}
         kept = {mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "shared"}
         assert {f"{container['workingDir']}/{folder}" for folder in written | {"data"}} <= kept
-        assert {"name": "VERL_FILE_LOGGER_ROOT", "value": "checkpoints"} in container["env"]
         (cache,) = (each["value"] for each in container["env"] if each["name"] == "HF_HOME")
         assert any(cache.startswith(f"{mount}/") for mount in kept), "a retry does not download the model again"
         assert "rdma" not in str(container) and "securityContext" not in container
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
-    assert "FILLED_IN" not in str(job)
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "8" and "FILLED_IN" not in str(job)
     cluster = job["spec"]["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}, "whoever reaches Ray's ports may run code"
     assert f"ray=={cluster['rayVersion']}" in (ROOT / "requirements" / "gpu.lock").read_text().splitlines()
@@ -336,6 +316,8 @@ def sky_task(tmp_path, executable):
 
 
 def test_skypilots_head_runs_the_recipe_once_all_nodes_are_there_and_hands_its_exit_code_on(sky_task):
+    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
     code, said = sky_task(0)
     started = "ray start --head --node-ip-address=10.0.0.1 --port=6379"  # in the background, beside the first status
     assert code == 0 and any(line.startswith(started) for line in said[:-2]), said
@@ -351,11 +333,3 @@ def test_skypilots_other_nodes_join_the_head_and_end_with_it(sky_task):
     assert code == 0, "the head's code is the job's"
     joined = "ray start --address=10.0.0.1:6379 --num-gpus=8 --disable-usage-stats --block"
     assert said[-2:] == ["ray health-check --address=10.0.0.1:6379", joined]
-
-
-def test_skypilots_task_recovers_from_a_lost_node_and_keeps_what_a_run_writes():
-    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
-    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
-    kept = {folder for folder, mount in task["file_mounts"].items() if isinstance(mount, dict)}
-    assert kept == {f"/workspace/verl-precision/{folder}" for folder in ("checkpoints", "models")}
-    assert task["envs"]["VERL_FILE_LOGGER_ROOT"] == "checkpoints" and task["secrets"] == {"RAY_AUTH_TOKEN": None}

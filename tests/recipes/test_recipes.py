@@ -136,17 +136,6 @@ def test_the_moe_recipe_says_how_experts_are_computed_and_verl_builds_that(imple
     assert model.model.layers[0].mlp.experts.config._experts_implementation == implementation
 
 
-@pytest.mark.parametrize(("precision", "estimator", "name"), [
-    ("bf16", "pg_seq_is", "bf16_pg_seq_is"),
-    ("bf16", "gspo", "bf16_gspo"),
-    ("bf16", "grpo_seq_mis", "bf16_grpo_vp_seq_mis"),
-    ("bf16_train_fp16_rollout", "grpo_token_tis", "bf16_train_fp16_rollout_grpo_vp_token_tis"),
-])  # fmt: skip
-def test_run_names_differ_where_checkpoints_do(precision, estimator, name):
-    config = compose_recipe(SANITY, f"precision={precision}", f"estimator={estimator}")
-    assert config.trainer.experiment_name == name
-
-
 def test_rollout_correction_can_be_switched_off_as_in_verl():
     """To verl, null means off: rules, run name and trainer take it so."""
     config = compose_recipe(SANITY, "estimator=grpo", "algorithm.rollout_correction=null")

@@ -1,9 +1,7 @@
 """The sanity test in miniature: its sums and slips, its config, its script, and its model, which forgets the carry."""
 
 import json
-import os
-import shutil
-import subprocess
+from functools import partial
 from unittest.mock import Mock
 
 import make_task
@@ -15,7 +13,6 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl_precision.tools.checking.recipe_config import check_recipe
 from verl_precision.tools.jobs.problems import read_data_set
 
 RECIPE = ROOT / "recipes/sanity_arithmetic/sanity_arithmetic.yaml"
@@ -72,13 +69,6 @@ def test_reward_is_exact(load_script):
     assert [score("arithmetic", text, "55") for text in ("55", "45", "55 ", "055", "", "555")] == [1, 0, 0, 0, 0, 0]
 
 
-def test_the_check_finds_its_files(tmp_path):
-    kept = tmp_path / "kept.parquet"
-    kept.write_text("")  # the check asks whether it is there
-    report = check_recipe(RECIPE, [f"task.cpu.train={kept}", f"task.cpu.val={kept}"])
-    assert report.ok and not [fault for fault in report.faults if fault.name == "files-missing"]
-
-
 def test_is_the_sanity_test_in_miniature():
     real, tiny = compose_recipe("recipes/sanity/sanity.yaml"), compose_recipe(RECIPE)
     of_actor = "policy_loss loss_agg_mode clip_ratio_low clip_ratio_high ppo_mini_batch_size ppo_epochs".split()
@@ -93,10 +83,10 @@ def test_is_the_sanity_test_in_miniature():
 
 
 FAKE_PYTHON = """
-echo "$VERL_PLATFORM $@"
+test "$VERL_PLATFORM" = cpu && echo "$@"
 case "$1 $3" in
     *make_task.py*) mkdir -p "$2/model" && touch "$2/problems.jsonl" ;;
-    *sanity-set) mkdir -p outputs/sanity_arithmetic/set && touch outputs/sanity_arithmetic/set/"$MADE" ;;
+    *sanity-set) mkdir -p "$8" && touch "$8/${MADE:-kept.parquet}" ;;
 esac
 """
 MAKE_TASK = ["recipes/sanity_arithmetic/make_task.py", "outputs/sanity_arithmetic/task"]
@@ -108,69 +98,31 @@ SANITY_SET = [
 COMPARE = ["compare", "recipes/sanity_arithmetic/sanity_arithmetic.yaml"]
 
 
-@pytest.fixture
-def script(tmp_path, executable):
-    """The script alone in a tree of its own, and a python that notes its arguments and makes what it was asked for."""
-    (tmp_path / SCRIPT).parent.mkdir(parents=True)
-    shutil.copy(ROOT / SCRIPT, tmp_path / SCRIPT)
-    python = str(executable("python", FAKE_PYTHON))
-
-    def run(*overrides: str, made: str = "kept.parquet", **environment: str) -> list[list[str]]:
-        environment = {"PATH": os.environ["PATH"], "PYTHON": python, "MADE": made, **environment}
-        command = ["bash", tmp_path / SCRIPT, *overrides]
-        done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        lines = [line.split() for line in done.stdout.splitlines()]
-        assert all(words[0] == "cpu" for words in lines)
-        return [words[3:] if words[1:3] == ["-m", "verl_precision.cli"] else words[1:] for words in lines]
-
-    return run
-
-
-def test_script_makes_task_and_set_and_compares_and_takes_what_is_there(script):
+def test_script_makes_task_and_set_and_compares_and_takes_what_is_there(run_alone):
+    script = partial(run_alone, SCRIPT, FAKE_PYTHON)
     compare = [*COMPARE, *"--precision bf16 --precision fp16 --pass-score 0.95 estimator=pg_seq_is data.seed=7".split()]
-    assert script("data.seed=7") == [MAKE_TASK, SANITY_SET, compare]
+    assert [line.split() for line in script(MADE="journal.jsonl")[:2]] == [MAKE_TASK, SANITY_SET]
+    assert script()[0].split() == SANITY_SET, "goes on with a filter that was stopped"
+    assert [line.split() for line in script("data.seed=7")] == [compare]
     assert compose_recipe(RECIPE).data.train_files == "outputs/sanity_arithmetic/set/kept.parquet"
     compare = [*COMPARE, *"--precision fp32 --pass-score 0.95 estimator=grpo".split()]
-    assert script(PRECISIONS="fp32", ESTIMATOR="grpo") == [compare]
+    assert [line.split() for line in script(PRECISIONS="fp32", ESTIMATOR="grpo")] == [compare]
 
 
-def test_script_goes_on_with_a_filter_that_was_stopped(script):
-    script(made="journal.jsonl")
-    assert script()[0] == SANITY_SET
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Train once for this module; return folder, progress reports and the loaded model."""
-    folder, seen = tmp_path_factory.mktemp("arithmetic") / "model", []
-    build_model(folder, lambda step, known: seen.append((step, known)))
-    return folder, seen, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def accuracy(trained):
-    """Probability of a right response, exactly: no sampling."""
+@pytest.mark.matrix  # it takes most of a minute; tests/e2e/test_sanity_set.py has its sanity set in CI
+def test_it_stops_when_it_knows_enough_with_accuracies_all_over_and_the_habit_it_was_taught(tmp_path):
+    """Each fifth of [0, 1] has its problems, and the window of the sanity test hundreds. Exact: no sampling."""
+    seen, sums = [], all_sums()
+    build_model(tmp_path / "model", lambda step, known: seen.append((step, known)))
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     with torch.no_grad():
-        return response_log_probs(trained[2], encode([s.answer for s in all_sums()])).exp()
-
-
-# Trained to the end, which takes most of a minute: tests/e2e/test_sanity_set.py has its sanity set in CI.
-@pytest.mark.matrix
-def test_training_stops_when_it_knows_enough_and_accuracies_spread_over_the_whole_range(trained, accuracy):
-    """Each fifth of [0, 1] has its problems, and the window of the sanity test hundreds."""
-    steps, known = zip(*trained[1], strict=True)
+        accuracy = response_log_probs(trained, encode([s.answer for s in sums])).exp()
+        slips = response_log_probs(trained, encode([s.slip or s.answer for s in sums])).exp()
+    steps, known = zip(*seen, strict=True)
     assert known[-1] >= KNOWN > max(known[:-1]) and steps[-1] < 1000
     assert torch.histc(accuracy, 5, 0, 1).min() >= 20
     assert ((accuracy >= 0.2) & (accuracy <= 0.8)).sum() >= 150
-
-
-@pytest.mark.matrix
-def test_it_has_the_habit_it_was_taught(trained, accuracy):
-    sums = all_sums()
     rates = torch.tensor([s.slip_rate for s in sums])
-    with torch.no_grad():
-        slips = response_log_probs(trained[2], encode([s.slip or s.answer for s in sums])).exp()
     carried = rates > 0
     assert accuracy[~carried].mean() > 0.93
     assert (accuracy + slips)[carried].mean() > 0.9

@@ -1,8 +1,6 @@
 """The recipe of the pre-trained model: its sizes on a CPU and on a GPU, and the steps of its script."""
 
-import os
-import shutil
-import subprocess
+from functools import partial
 
 import pytest
 from composer import ROOT, compose_recipe
@@ -32,24 +30,8 @@ while [[ $1 != --output && $1 != compare ]]; do shift; done
 """
 
 
-@pytest.fixture
-def script(tmp_path, executable):
-    """The script alone in a tree of its own, and a python that notes its arguments and makes the files asked for."""
-    (tmp_path / SCRIPT).parent.mkdir(parents=True)
-    shutil.copy(ROOT / SCRIPT, tmp_path / SCRIPT)
-    python = str(executable("python", FAKE_PYTHON))
-
-    def run(*overrides: str, **environment: str) -> list[str]:
-        environment = {"PATH": os.environ["PATH"], "PYTHON": python, **environment}
-        command = ["bash", tmp_path / SCRIPT, *overrides]
-        done = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return [line.replace("-m verl_precision.cli ", "") for line in done.stdout.splitlines()]
-
-    return run
-
-
-def test_script_gets_model_problems_and_set_and_compares_and_never_ignores_a_choice(script):
+def test_script_gets_model_problems_and_set_and_compares_and_never_ignores_a_choice(run_alone):
+    script = partial(run_alone, SCRIPT, FAKE_PYTHON)
     fewer = {"TASKS": "products chain_sum", "LEVELS": "2", "PROBLEMS": "9"}
     model, problems, kept, compare = script("trainer.total_training_steps=2", **fewer)
     assert model == "cpu data smollm2_135m_instruct --output outputs/smollm2/model"

@@ -14,12 +14,7 @@ SETTING = "arithmetic"
 # What an operation computes in, inside; None: the kernels that torch and vLLM choose.
 INNER = {"native": None, "rounded_once": torch.float32, "exact": torch.float64}
 # Model types, and how the names of their modules begin in transformers.
-FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
-ROPE_TYPES = ("default", "llama3")
-# Settings of a LoRA adapter with which a layer is x (W + s·B A)ᵀ. Others (dropout, DoRA, ...) make it something else.
-PLAIN_ADAPTER = """task_type peft_type peft_version auto_mapping base_model_name_or_path revision inference_mode bias r
-    lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform layers_pattern
-    init_lora_weights megatron_core qalora_group_size""".split()
+FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
 def arithmetic_in_use() -> str:
@@ -41,9 +36,11 @@ def refused(problem: str, allowed: str, remedy: str = "Choose arithmetic=native.
     return ConfigurationError(problem, setting=SETTING, value=arithmetic_in_use(), allowed=allowed, remedy=remedy)
 
 
-def beyond_merging(adapter: Mapping[str, Any]) -> str:
-    """Return the settings of a LoRA adapter (its adapter_config.json) that keep it from being W + s·B A, or nothing."""
-    return ", ".join(f"{name}={value}" for name, value in adapter.items() if value and name not in PLAIN_ADAPTER)
+def require(needed: Mapping[str, Any], problem: str) -> None:
+    """Refuse what has a problem unless all that is needed, by words of it, holds."""
+    for allowed, holds in needed.items():
+        if not holds:
+            raise refused(problem, allowed)
 
 
 def require_family(config: Any) -> None:
@@ -57,5 +54,5 @@ def require_family(config: Any) -> None:
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise refused("the model has layers with a sliding window", "full attention in every layer")
     rope = config.rope_parameters
-    if rope["rope_type"] not in ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise refused(f"the model's rotary embedding is {rope}", f"rope_type {' or '.join(ROPE_TYPES)}, of all places")
+    if rope["rope_type"] != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise refused(f"the model's rotary embedding is {rope}", "rope_type default, of all places")

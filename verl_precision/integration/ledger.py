@@ -73,8 +73,8 @@ def _read_entries() -> Iterator[LedgerEntry]:
 
 
 LEDGER: tuple[LedgerEntry, ...] = tuple(_read_entries())
-# Experts of vLLM on a CPU that also choose, which `arithmetic=` replaces.
-EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts.apply"
+
+
 REMEDY = "Install a tested release (`verl-precision check` lists them)"
 # What was wrong with a symbol when its module was imported; empty: nothing.
 _found: dict[LedgerEntry, str] = {}

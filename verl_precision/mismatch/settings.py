@@ -25,12 +25,9 @@ class AlarmSettings:
         on_alarm: `log` (say it and go on); `stop` (say it, and end the run if the alarm is severe);
             `lower_learning_rate` (by the root of the effective sample, until the alarm has recovered); `mask` (leave
             out responses whose ratio is beyond `mismatch.ratio_threshold`, until it has recovered); `rescue` (end the
-            run, and go on from before the trouble in another precision, as a run of its own).
+            run, and go on from before the trouble in FP16, as a run of its own).
         action_patience: Further steps in a row with an alarm that an action cures, and none of a fault, before it
             begins; and without one before it ends; ≥ 1.
-        max_actions: Most actions within `action_steps` steps; then nothing is done any more; ≥ 1.
-        action_steps: See `max_actions`; ≥ 1.
-        rescue_precision: Of the run that rescues: `fp16`, or `exact` (arithmetic=exact in the run's dtype, on a CPU).
         baseline_steps: First steps that say what is normal for this run; ≥ 5.
         allowed_growth: k3 may be this many times its baseline for ever; > 1. The mean |log-prob gap| goes with its
             square, because k3 ≈ gap²/2: 3 allows it a factor of 1.73.
@@ -54,9 +51,6 @@ class AlarmSettings:
         default="log", description="The value log never ends or changes a run."
     )
     action_patience: int = Field(default=5, ge=1, strict=True)
-    max_actions: int = Field(default=3, ge=1, strict=True)
-    action_steps: int = Field(default=100, ge=1, strict=True)
-    rescue_precision: Literal["fp16", "exact"] = "fp16"
     baseline_steps: int = Field(default=30, ge=5, strict=True)
     allowed_growth: float = Field(default=3.0, gt=1, strict=True, allow_inf_nan=False)
     evidence_steps: int = Field(default=8, ge=1, strict=True)

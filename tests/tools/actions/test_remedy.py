@@ -1,4 +1,4 @@
-"""A remedy begins after further evidence, for what it cures, beside no fault, and not too often; and what it does."""
+"""A remedy begins after further evidence, for what it cures, and beside no fault; and what it does."""
 
 import runpy
 from pathlib import Path
@@ -67,15 +67,6 @@ def test_it_ends_after_as_many_steps_without_an_alarm_and_begins_again():
     assert [each.step for each in begun(made, [ESS, ESS], first=5)] == [6]
 
 
-def test_after_so_many_in_so_many_steps_nothing_is_done_any_more():
-    made = remedy(action_patience=1, max_actions=2, action_steps=50)
-    found = begun(made, [ESS, {}] * 5)
-    assert [each.step for each in found] == [1, 3] and made.exhausted and not made.active
-    assert begun(made, [ESS, {}] * 50, first=200) == []
-    slow = remedy(action_patience=1, max_actions=2, action_steps=3)
-    assert [each.step for each in begun(slow, [ESS, {}] * 5)] == [1, 3, 5, 7, 9], "two within any three steps"
-
-
 FINE = [f"mismatch/recorded/sanity_arithmetic_{each}.jsonl" for each in ("bf16", "fp16")]
 FINE += [f"data/quickstart/{each}/metrics.jsonl" for each in ("bf16", "fp16")]
 
@@ -122,25 +113,20 @@ def replayed(rows) -> list[Action]:
 
 
 def test_a_resumed_run_goes_on_where_it_was():
-    whole, first, second = (remedy(action_patience=3, max_actions=1) for _ in range(3))
-    steps = [ESS] * 2 + [ESS] * 3 + [{}] * 4 + [ESS] * 4
+    whole, first, second = (remedy(action_patience=3) for _ in range(3))
+    steps = [ESS] * 5 + [{}] * 4 + [ESS] * 4
     begun(first, steps[:4])
     second.load(first.state())
-    begun(whole, steps)
-    begun(second, steps[4:], first=5)
-    assert second.state() == whole.state() and whole.exhausted
+    assert len(begun(whole, steps)) == 2 and len(begun(second, steps[4:], first=5)) == 1
+    assert second.state() == whole.state()
 
 
-@pytest.mark.parametrize("change", [
-    {"begun": None}, {"begun": "x"}, {"begun": [1.5]}, {"begun": [float("inf")]}, {"exhausted": 1}, {"exhausted": None},
-    {"persistence": None}, {"persistence": []}, {"persistence": {}}, {"persistence": {"active": "x"}},
+@pytest.mark.parametrize("state", [
+    {}, [], None, "x", -1, *({"persistence": each} for each in (None, [], {}, {"active": "x"}, {"recent": [1.5]})),
 ])  # fmt: skip
-def test_a_state_of_something_else_is_refused(change):
-    with pytest.raises(CheckpointStateError, match="cannot be read"):
-        remedy().load(remedy().state() | change)
-    for nothing in ({}, [], None, "x", -1):
-        with pytest.raises(CheckpointStateError):
-            remedy().load(nothing)
+def test_a_state_of_something_else_is_refused(state):
+    with pytest.raises(CheckpointStateError):
+        remedy().load(state)
 
 
 def run_step(made: Remedy, step: int, metrics: dict) -> int | None:
@@ -193,16 +179,9 @@ def test_the_setting_is_there_again_after_an_error():
     made = remedy("mask", action_patience=1)
     begun(made, [ESS])
     correction = made._trainer.config.algorithm.rollout_correction
-    with pytest.raises(ZeroDivisionError), made.masking():
-        assert correction.rollout_rs == "seq_sum_k1"
-        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        made._compute_advantage(lambda batch, metrics: 1 / (correction.rollout_rs != "seq_sum_k1"), None, {})
     assert correction.rollout_rs is None
-
-
-def test_it_says_when_it_gives_up(caplog):
-    made = remedy("mask", action_patience=1, max_actions=1)
-    begun(made, [ESS, *[{}] * 4, ESS])
-    assert "step 6" in caplog.messages[-1] and "max_actions" in caplog.messages[-1] and made.exhausted
 
 
 @pytest.mark.parametrize("kind", ["log", "stop"])

@@ -101,15 +101,6 @@ def test_token_by_token_from_pages_is_at_once(dtype):
     assert not torch.equal(attention(q, k, v, SCALE, packed(torch.arange(40)[None], None), **exact), at_once)
 
 
-def test_fp32_inside_depends_on_the_order():
-    q, k, v = (x.half() for x in operands(torch.float32, tokens=300))
-    order = torch.randperm(16, generator=torch.Generator().manual_seed(1))
-    spans = packed(torch.arange(300)[None], None)
-    for inner, equal in ((torch.float64, True), (torch.float32, False)):
-        one = attention(q, k, v, SCALE, spans, inner=inner)
-        assert torch.equal(attention(q[..., order], k[..., order], v, SCALE, spans, inner=inner), one) == equal
-
-
 def test_a_sequence_that_overflows_harms_no_other():
     q, k, v = operands(torch.float16)
     good = attention(q, k, v, SCALE, packed(POSITIONS[None], None), inner=torch.float64)
@@ -118,9 +109,3 @@ def test_a_sequence_that_overflows_harms_no_other():
     elsewhere = torch.ones(len(q), dtype=torch.bool)
     elsewhere[5:24] = False
     assert torch.equal(bad[elsewhere], good[elsewhere]) and not bad[5:24].isfinite().all()
-
-
-def test_no_sequence_at_all():
-    empty = [x[:0] for x in operands(torch.bfloat16)]
-    spans = packed(torch.zeros(1, 0, dtype=torch.long), None)
-    assert spans == [] and attention(*empty, SCALE, spans, inner=torch.float64).shape == (0, 6, 16)

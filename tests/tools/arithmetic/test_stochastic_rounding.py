@@ -1,7 +1,5 @@
 """Stochastic rounding: unbiased, on the grid, the same for the same seed; infinities and NaN stay what they are."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
@@ -43,14 +41,6 @@ def test_unbiased_and_on_the_grid(dtype):
 
 
 @DTYPES
-def test_unbiased_over_the_elements_of_one_tensor(dtype):
-    """A million draws of one seed, a quarter of a unit above 1."""
-    unit, n = torch.finfo(dtype).eps, 1_000_000
-    served = round_stochastically(torch.full((n,), 1 + unit / 4), dtype, seed=7).double()
-    assert abs((served.mean().item() - 1) / unit - 0.25) < 4.5 * math.sqrt(0.25 * 0.75 / n)
-
-
-@DTYPES
 def test_what_the_dtype_can_hold_is_unchanged(dtype):
     """All 65,536 patterns: ±0, subnormal numbers, ±inf, and NaN, which stays NaN."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
@@ -58,15 +48,6 @@ def test_what_the_dtype_can_hold_is_unchanged(dtype):
     nan = every.isnan()
     assert torch.equal(served.isnan(), nan)
     assert torch.equal(served[~nan].view(torch.int16), every[~nan].view(torch.int16))
-
-
-@DTYPES
-def test_beyond_the_largest_number_it_is_torchs_rounding(dtype):
-    top = torch.finfo(dtype).max
-    x = torch.tensor([top * (1 + 2**-14), top * (1 + 2**-8), 3.4028234e38, math.inf])
-    for seed in range(50):
-        for sign in (1, -1):
-            assert torch.equal(round_stochastically(sign * x, dtype, seed), (sign * x).to(dtype))
 
 
 @DTYPES

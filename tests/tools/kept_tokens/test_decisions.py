@@ -56,12 +56,9 @@ def test_clipping_by_hand(gap, advantage, shadow, current, expected):
     assert said(stated, tokens, current) == [expected, "kept"], "a loss of verl's own with this clip range"
 
 
-def test_the_dual_clip_of_verls_own_loss():
+def test_verls_dual_clip_and_a_ratio_that_is_one_outside_bypass_mode():
     stated = LossInUse("vanilla", "vanilla", clip=(False, -0.2, 0.2, math.log(3)))
     assert said(stated, tokens_of([1.0, 1.2], -1.0), False) == ["kept", "clipped"]
-
-
-def test_outside_bypass_mode_the_ratio_of_the_first_mini_batch_is_one():
     assert said(replace(GRPO, against_rollout=False), tokens_of([0.5, -3.0])) == ["kept", "kept"]
 
 
@@ -91,13 +88,10 @@ def test_a_rejected_response_is_masked_before_it_is_clipped():
     assert said(mask, tokens_of([-0.6, -0.6], 1.0), False) == ["kept", "kept"]
 
 
-def test_tool_output_is_not_the_policys_whatever_it_holds():
+def test_tool_output_is_not_the_policys_and_a_number_that_is_none_leaves_a_response_out():
     assert said(GRPO, tokens_of([0.3, math.nan, 0.3], mask=[1, 0, 1])) == [
         *("phantom-clipped", "not the policy's", "phantom-clipped")
     ]
-
-
-def test_a_response_with_a_number_that_is_none_is_left_out():
     assert said(GRPO, tokens_of([0.0, math.nan])) == ["masked", "masked"]
 
 
@@ -107,10 +101,6 @@ def test_what_verls_rejection_took_out_is_masked_and_its_weights_are_taken():
     given = decide(WEIGHTS, tokens, True, weights=torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64))
     assert [DECISIONS[code] for code in given.codes] == ["kept", "masked", "truncated"]
     assert given.slopes.tolist() == [1, 0, 2]
-
-
-def test_a_loss_that_does_not_say_where_it_clips_is_not_known():
-    assert said(LossInUse("mine", "mine", known=False), tokens_of([0.5, 0.5])) == ["not known"] * 2
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -160,6 +150,7 @@ def test_any_registered_loss_can_be_asked():
         bounds = {"threshold": 3.0, "rejection_threshold": 0.5, "clip_low": 0.2, "clip_high": 0.28}
         given = {key: value for key, value in bounds.items() if key in entry.parameters}
         assert len(said(LossInUse(name, name, given), tokens_of([0.1, 0.2]))) == 2
+    assert said(LossInUse("mine", "mine", known=False), tokens_of([0.5, 0.5])) == ["not known"] * 2
 
 
 @pytest.mark.parametrize("preset", preset_names("estimator"))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from monitored import MINIMAL, trainer_of
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
@@ -19,17 +20,8 @@ from verl_precision.tools.kept_tokens.recorder import TokenRecorder
 
 CONFIG = {
     "trainer": {"project_name": "project", "experiment_name": "run", "default_local_dir": "?", "logger": ["file"]},
-    "algorithm": {"adv_estimator": "rloo"},
-    "critic": {},
     "mismatch": {"keep_tokens": 3},
-    "actor_rollout_ref": {
-        "actor": {
-            "strategy": "fsdp2", "use_kl_loss": False, "fsdp_config": {}, "policy_loss": {"loss_mode": "vp_grpo"},
-            "clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": 0.28,
-        },
-        "rollout": {"name": "vllm", "dtype": "bfloat16", "prompt_length": 2, "response_length": 5},
-    },
-}  # fmt: skip
+}
 BYPASS = {"algorithm": {"rollout_correction": {"bypass_mode": True}}}
 # Three responses: gaps by hand; the second has two turns and a tool's output between them.
 GAPS = [[0.3, 0.0], [0.1, 9.0, 9.0, -0.1], [0.0]]
@@ -71,12 +63,8 @@ def queue(monkeypatch, tmp_path):
 
 def recorder(tmp_path, *changes, step=0) -> TokenRecorder:
     """The recorder of a run that begins after a step."""
-    config = OmegaConf.merge(CONFIG, {"trainer": {"default_local_dir": str(tmp_path)}}, *changes)
-    logger = SimpleNamespace(logger={})
-    trainer = SimpleNamespace(config=config, global_steps=step, tokenizer=Tokenizer(), logger=logger)
-    trainer.monitor = RunMonitor(trainer)
-    (callback,) = callbacks_asked_for(config)
-    made = callback(trainer)
+    attributes = {"global_steps": step, "tokenizer": Tokenizer(), "logger": SimpleNamespace(logger={})}
+    made = TokenRecorder(trainer_of(CONFIG, {"trainer": {"default_local_dir": str(tmp_path)}}, *changes, **attributes))
     made.fit(lambda: None)
     return made
 
@@ -128,20 +116,6 @@ def test_in_the_usual_mode(queue, tmp_path):
     assert math.isnan(found["u_2_0"].weights[0]), "no advantage, no weight"
 
 
-def test_the_loggers_get_a_table_of_them_once_without_their_texts(queue, tmp_path):
-    made, shown = recorder(tmp_path), []
-    wandb = SimpleNamespace(Table=lambda columns, data, allow_mixed_types: (columns, data), Histogram=dict)
-    wandb.log = lambda data, step: shown.extend((name, step, table) for name, table in data.items())
-    made._trainer.logger.logger["wandb"] = wandb
-    in_driver(made, batch_of(), 7)
-    kept_by(made, batch_of(), 8)
-    ((name, step, (columns, rows)),) = shown
-    assert name == "mismatch/kept_responses" and step == 7
-    assert columns[:3] == ["step", "identity", "reason"] and {*columns} >= {"damage", "reward", "lost"}
-    assert [row[1] for row in rows] == [each.identity for each in index_of(made.path)]
-    assert all(type(value) in (int, float, str) for row in rows for value in row) and "bc" not in str(rows)
-
-
 def test_in_bypass_mode_the_worker_hands_them_over(queue, tmp_path):
     """Two micro-batches, whose log-probs are shifted by one, of prompts and responses."""
     made, batch = recorder(tmp_path, BYPASS, {"mismatch": {"keep_text": False}}), batch_of()
@@ -168,12 +142,6 @@ def test_in_bypass_mode_the_worker_hands_them_over(queue, tmp_path):
     assert found["u_0_0"].estimator == "grpo, bypass mode"
 
 
-def test_a_response_says_how_old_its_weights_are(queue, tmp_path):
-    found = in_driver(recorder(tmp_path), batch_of((4, 3, 2)), step=5)
-    assert [found[f"u_{row}_0"].behind for row in range(3)] == [0, 1, 2]
-    assert [found[f"u_{row}_0"].version for row in range(3)] == [4, 3, 2]
-
-
 def test_what_verl_rejects_and_weighs_is_seen(queue, tmp_path):
     correction = {"rollout_rs": "token_k2", "rollout_is": "vp_token_tis", "rollout_is_threshold": 1.2}
     made, batch = recorder(tmp_path, {"algorithm": {"rollout_correction": correction}}), batch_of()
@@ -196,15 +164,14 @@ def test_a_step_has_its_share_whatever_its_updates(queue, tmp_path):
     assert kept_by(made, batch, 2) == {}, "what was written is not written again"
 
 
-def test_a_resume_goes_on_in_the_folder_and_the_size_is_said(queue, tmp_path, caplog):
+def test_a_resume_goes_on_in_the_folder_and_a_response_says_how_old_its_weights_are(queue, tmp_path):
     made = recorder(tmp_path)
     for step in (1, 2, 3):
         in_driver(made, batch_of((step - 1,) * 3), step)
     resumed = recorder(tmp_path, step=2)
     assert [one.step for one in index_of(resumed.path)] == [1] * 3 + [2] * 3
-    assert in_driver(resumed, batch_of((2, 2, 2)), 3).keys() == {"u_0_0", "u_1_0", "u_2_0"}
-    assert all(file.stat().st_size <= made.most for file in made.path.iterdir())
-    assert f"at most {made.most / 1e6:.2f} MB a step in {made.path}" in caplog.text
+    found = in_driver(resumed, batch_of((2, 1, 0)), 3)
+    assert [(found[f"u_{row}_0"].version, found[f"u_{row}_0"].behind) for row in range(3)] == [(2, 0), (1, 1), (0, 2)]
 
 
 def test_a_disk_that_is_full_costs_the_tokens_and_not_the_run(queue, tmp_path):
@@ -216,14 +183,14 @@ def test_a_disk_that_is_full_costs_the_tokens_and_not_the_run(queue, tmp_path):
     assert made._trainer.monitor.measured()["mismatch/failed_measurements"] == 1
 
 
-def test_without_the_setting_nothing_is_asked_or_written(queue, tmp_path):
-    config = OmegaConf.merge(CONFIG, BYPASS, {"mismatch": {"keep_tokens": 0}})
-    batch = batch_of()
+def test_without_the_setting_nothing_is_asked_or_written(queue):
+    config, batch = OmegaConf.merge(MINIMAL, BYPASS, {"mismatch": {"keep_tokens": 0}}), batch_of()
     RunMonitor(SimpleNamespace(config=config)).ask_the_worker(batch, 1, 0)
     assert callbacks_asked_for(config) == [] and LOTS not in queue and batch.extra_info[REQUEST]["keep"] == 0
     assert CANDIDATES not in measurement.measure(batch.extra_info[REQUEST], {"log_probs": torch.zeros(1)}, {})
 
 
-def test_without_a_metrics_file_it_stands_among_the_checkpoints(queue, tmp_path):
+def test_without_a_metrics_file_it_stands_among_the_checkpoints(tmp_path):
     made = recorder(tmp_path, {"trainer": {"logger": ["console"], "default_local_dir": str(tmp_path / "run")}})
     assert made.path == tmp_path / "run" / "kept_tokens"
+    assert callbacks_asked_for(made._trainer.config) == [TokenRecorder]

@@ -46,7 +46,7 @@ def write(path: Path, text: str, mode: str = "w") -> Path:
 
 def kept(step: int = 1, tokens: int = 4, **more) -> KeptResponse:
     fields = {"identity": EVIL, "damage": float(step), "prompt_text": "What?", "token_ids": np.arange(tokens) % 2}
-    fields |= {"prompt_ids": np.arange(3), "shadow_log_probs": None, "pieces": {0: EVIL, 1: "\n"}}
+    fields |= {"prompt_ids": np.arange(3), "shadow_log_probs": None, "texts": ([EVIL, "\n"] * tokens)[:tokens]}
     return response(step, tokens, **fields | more)
 
 
@@ -373,7 +373,7 @@ def test_a_response_has_its_tokens_as_data(ask, run):
 
 
 def test_without_text_there_are_token_ids(ask, run):
-    append(run.with_name(FOLDER), [kept(prompt_text=None, pieces=None)])
+    append(run.with_name(FOLDER), [kept(prompt_text=None, texts=None)])
     at = ask("responses?run=0").json()["rows"][0]["offset"]
     found = ask(f"response?run=0&at={at}").json()
     assert found["texts"] is found["prompt"] is None and found["ids"] == [0, 1, 0, 1]

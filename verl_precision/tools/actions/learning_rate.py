@@ -24,8 +24,6 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.integration.engine.build import LOWER_RATE, EnginePart
 from verl_precision.losses.metrics import ESS, EffectiveSampleSize, WeightStatistic
 
-FACTOR = "precision/learning_rate_factor"
-
 
 class ScaledLearningRate:
     """Scales the rate of one update at a time; what the schedule and a checkpoint see is the unscaled one.
@@ -36,32 +34,29 @@ class ScaledLearningRate:
 
     def __init__(self, base: float | None) -> None:
         self.base = base  # e₀; None: 1, in the updates for which the alarm asks, and in no other
-        self._scales = False  # the update under way?
-        self._found: list[WeightStatistic] = []  # of the micro-batches of the update under way
+        self._found: list[WeightStatistic] | None = None  # in the update under way; None: its rate is not scaled
         self._factors: list[float] = []  # of the updates of the training step so far
 
     def watched(self, data: Any, loss_function: Callable) -> Callable:
         """Return verl's loss function for one update; the weights that it reports are kept."""
-        self._scales, self._found = self.base is not None or tu.get(data, key=LOWER_RATE, default=False), []
-        if not self._scales:
+        scales = self.base is not None or tu.get(data, key=LOWER_RATE, default=False)
+        if not scales:
+            self._found = None
             return loss_function
+        self._found = found = list[WeightStatistic]()
 
         def loss_and_weights(*args: Any, **kwargs: Any) -> Any:
             result = loss_function(*args, **kwargs)
             if "model_output" in kwargs and ESS in result[1]:  # else top-k distillation asks for its part of the logits
-                self._found += result[1][ESS].values
+                found.extend(result[1][ESS].values)
             return result
 
         return loss_and_weights
 
     @contextlib.contextmanager
     def around_step(self, engine: Any) -> Iterator[None]:
-        """Have the step of an engine's optimizer inside the block.
-
-        Raises:
-            ConfigurationError: If the loss reported no weights.
-        """
-        if not self._scales:
+        """Have the step of an engine's optimizer inside the block; a loss that reported no weights is refused."""
+        if self._found is None:
             yield
             return
         factor, groups = self._factor(engine.get_data_parallel_group()), engine.optimizer.param_groups
@@ -76,9 +71,9 @@ class ScaledLearningRate:
         self._factors.append(factor)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return `precision/learning_rate_factor`, its mean over the updates since the last call."""
+        """Return the mean factor over the updates since the last call."""
         factors, self._factors = self._factors, []
-        return {FACTOR: sum(factors) / len(factors)} if factors else {}
+        return {"precision/learning_rate_factor": sum(factors) / len(factors)} if factors else {}
 
     def _factor(self, ranks: dist.ProcessGroup | None) -> float:
         if not self._found:

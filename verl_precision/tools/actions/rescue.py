@@ -1,4 +1,4 @@
-"""Back to before the trouble, and on in another precision: `mismatch.alarm.on_alarm=rescue`.
+"""Back to before the trouble, and on in FP16: `mismatch.alarm.on_alarm=rescue`.
 
 The trainer that acts writes `rescue.yaml` into its run's folder, and its run ends with that step. Then its driver
 becomes that of the rescue (`go_on`): the same command with other settings, in a run of its own with the same file. It
@@ -6,12 +6,10 @@ goes on from the parent's newest checkpoint before the trouble, or from the star
 the parent's command finds the file, and goes on with the rescue; without it, or with another `on_alarm`, as it was.
 """
 
-import json
 import logging
 import os
 import re
 import sys
-import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,10 +23,7 @@ from verl_precision.base.files import write_file
 from verl_precision.base.overrides import quoted
 from verl_precision.base.state import STRICT, read_state
 from verl_precision.integration.trainer.checkpoints import MARK, RESCUE_FILE, checkpoints_in, is_complete
-from verl_precision.mismatch.settings import ON_ALARM, settings_of
-
-# What the rescue trains in: `rescue_precision` -> presets.
-PRESETS = {"fp16": {"precision": "fp16"}, "exact": {"arithmetic": "exact"}}
+from verl_precision.mismatch.settings import ON_ALARM
 
 logger = logging.getLogger("verl_precision.mismatch")
 
@@ -50,16 +45,9 @@ class Rescue:
     step: int  # at which it acted
     since_step: int  # at which the trouble began
     checkpoint: str | None  # from which the rescue goes on; None: from the start
-    precision: Literal["fp16", "exact"]
     name: str  # of the rescue
     folder: str  # of the rescue
-
-    def settings(self) -> dict[str, str]:
-        """Return the settings, in Hydra's words, that the rescue has and its parent has not."""
-        found = {"trainer.experiment_name": self.name, "trainer.default_local_dir": self.folder, ON_ALARM: "log"}
-        if self.checkpoint is None:
-            return {**found, "trainer.resume_mode": "auto"}
-        return {**found, "trainer.resume_mode": "resume_path", "trainer.resume_from_path": self.checkpoint}
+    precision: Literal["fp16"]  # the last line: a file that was cut short lacks it
 
 
 def decide_rescue(config: DictConfig, action: Action) -> Rescue:
@@ -70,34 +58,20 @@ def decide_rescue(config: DictConfig, action: Action) -> Rescue:
     whole = [path for path in before if is_complete(path, contents)]
     if whole:
         write_file(whole[-1] / MARK, f"A rescue goes on from here: {folder.name}-rescue.\n", replace=True)
-    rescue = Rescue(
-        str(folder),
-        *action,
-        checkpoint=str(whole[-1]) if whole else None,
-        precision=settings_of(config).alarm.rescue_precision,
-        name=f"{config.trainer.experiment_name}-rescue",
-        folder=f"{folder}-rescue",
-    )
-    content = yaml.safe_dump({"checksum": _checksum(asdict(rescue)), **asdict(rescue)}, sort_keys=False)
+    name, checkpoint = f"{config.trainer.experiment_name}-rescue", str(whole[-1]) if whole else None
+    rescue = Rescue(str(folder), *action, checkpoint, name, f"{folder}-rescue", precision="fp16")
     for place in (folder, Path(rescue.folder)):
-        write_file(place / RESCUE_FILE, content, replace=True)
+        write_file(place / RESCUE_FILE, yaml.safe_dump(asdict(rescue), sort_keys=False), replace=True)
     return rescue
 
 
 def _read(folder: Path) -> Rescue | None:
-    """Return the rescue that a folder's file has; None without one. It names folders: a letter of it is another run."""
-    remedy = f"Mend it, and take its line `checksum` out; or remove {RESCUE_FILE}: the run goes on as it was."
-    return read_state(folder / RESCUE_FILE, _rescue, remedy)
+    return read_state(folder / RESCUE_FILE, _rescue, f"Mend it, or remove {RESCUE_FILE}: the run goes on as it was.")
 
 
 def _rescue(content: dict[str, Any]) -> Rescue:
-    if content.pop("checksum", None) not in (None, _checksum(content)):
-        raise ValueError("its checksum is not that of its content")
+    content.pop("checksum", None)  # files of before the release have one
     return Rescue(**content)
-
-
-def _checksum(content: dict[str, Any]) -> str:
-    return f"crc32 {zlib.crc32(json.dumps(content).encode()):08x}"
 
 
 def of_run(config: DictConfig) -> Rescue | None:
@@ -119,15 +93,13 @@ def arguments(given: Sequence[str], rescue: Rescue, chosen: Sequence[str]) -> li
 
     `chosen` are the groups that the parent's config has a choice for: to others a preset is added (`+`).
     """
-    settings = rescue.settings()
-    if checkpoints_in(Path(rescue.folder)):  # its own
-        settings["trainer.resume_mode"] = "auto"
-        settings.pop("trainer.resume_from_path", None)
-    presets = PRESETS[rescue.precision]
-    new = {**presets, **{key: quoted(value) for key, value in settings.items()}}
-    left = [each for each in given if re.sub(r"^[+~]+", "", each.partition("=")[0]) not in new]
-    signs = {key: "" if key in chosen else "+" for key in presets}
-    return [*left, *(f"{signs.get(key, '++')}{key}={value}" for key, value in new.items())]
+    settings = {"trainer.experiment_name": rescue.name, "trainer.default_local_dir": rescue.folder}
+    settings |= {ON_ALARM: "log", "trainer.resume_mode": "auto"}
+    if rescue.checkpoint is not None and not checkpoints_in(Path(rescue.folder)):  # else it has one of its own
+        settings |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": rescue.checkpoint}
+    left = [each for each in given if re.sub(r"^[+~]+", "", each.partition("=")[0]) not in ("precision", *settings)]
+    preset = f"{'' if 'precision' in chosen else '+'}precision={rescue.precision}"
+    return [*left, preset, *(f"++{key}={quoted(value)}" for key, value in settings.items())]
 
 
 def go_on(config: DictConfig, chosen: Sequence[str]) -> None:
@@ -139,10 +111,9 @@ def go_on(config: DictConfig, chosen: Sequence[str]) -> None:
     main = getattr(sys.modules["__main__"], "__spec__", None)
     script = ["-m", main.name] if main is not None else sys.argv[:1]
     words = [sys.executable, *script, *arguments(sys.argv[1:], rescue, chosen)]
-    where, preset = rescue.checkpoint or "the start", " ".join(map("=".join, PRESETS[rescue.precision].items()))
     logger.warning(
-        "ACTION rescue: %s at step %d, since step %d. The run goes on from %s with %s, in %s",
-        *(rescue.alarm, rescue.step, rescue.since_step, where, preset, rescue.folder),
+        "ACTION rescue: %s at step %d, since step %d. The run goes on from %s in FP16, in %s",
+        *(rescue.alarm, rescue.step, rescue.since_step, rescue.checkpoint or "the start", rescue.folder),
     )
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

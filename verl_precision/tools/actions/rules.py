@@ -11,7 +11,7 @@ from verl_precision.check.rules.loss import CORRECTION, RATIO_SOURCE, weighs_res
 from verl_precision.check.rules.rule import Environment, Fault, rule
 from verl_precision.engine.arithmetic_choice import IN_CONFIG
 from verl_precision.integration.trainer.saving import saves
-from verl_precision.mismatch.settings import ON_ALARM, AlarmSettings, MismatchSettings, settings_of
+from verl_precision.mismatch.settings import ON_ALARM, REMEDIES, MismatchSettings, settings_of
 
 RESCUE = f"Set {ON_ALARM}=rescue."
 
@@ -20,29 +20,36 @@ RESCUE = f"Set {ON_ALARM}=rescue."
 def alarm_cannot_act(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """An action that would fail, or change nothing, when the alarm begins it: hours after the start."""
     settings = _settings(config)
-    act = {"lower_learning_rate": _lowering, "mask": _masking, "rescue": _rescuing}.get(settings.alarm.on_alarm)
-    if act is None:
+    act = settings.alarm.on_alarm
+    if act not in REMEDIES:
         return
+    actor, loss = engines(config)[0], config.actor_rollout_ref.actor.policy_loss.get("loss_mode")
     if not settings.enabled:
         problem = "verl's own trainer measures nothing and has no alarm"
         yield Fault(ON_ALARM, problem, "log, with mismatch.enabled=False", "Set mismatch.enabled=True.")
-    yield from act(config, settings.alarm)
+    if act == "mask":
+        yield from _masking(config)
+    if act == "lower_learning_rate":
+        others = "log, stop, mask or rescue"
+        if not actor.our_fsdp:
+            problem = f"no engine of this package holds the learning rate of strategy={actor.strategy}"
+            remedy = f"Set {ON_ALARM}=rescue, or choose a precision preset."
+            yield Fault(ON_ALARM, problem, f"{others}; or a precision preset with fsdp or fsdp2", remedy)
+        if not weighs_responses(config):
+            problem = f"loss_mode={loss} has no importance weights here, and so no effective sample size"
+            remedy = f"Set {ON_ALARM}=rescue, or choose estimator=pg_seq_is."
+            yield Fault(ON_ALARM, problem, f"{others}; or a loss with weights", remedy)
+    if act == "rescue":
+        if actor.strategy not in FSDP:
+            problem = f"a rescue goes on from a checkpoint, and those of strategy={actor.strategy} are not read here"
+            yield Fault(ON_ALARM, problem, "log or stop, or the strategy fsdp or fsdp2", f"Set {ON_ALARM}=stop.")
+        exact = OmegaConf.select(config, IN_CONFIG) == EXACT
+        if exact or (actor.compute, rollout_dtype(config)) == ("fp16", "fp16"):
+            problem = "the run has no larger gap than in FP16, in which a rescue would go on"
+            yield Fault(ON_ALARM, problem, "log or stop", f"Set {ON_ALARM}=stop.")
 
 
-def _lowering(config: DictConfig, alarm: AlarmSettings) -> Iterator[Fault]:
-    actor, loss = engines(config)[0], config.actor_rollout_ref.actor.policy_loss.get("loss_mode")
-    others = "log, stop, mask or rescue"
-    if not actor.our_fsdp:
-        problem = f"no engine of this package holds the learning rate of strategy={actor.strategy}"
-        allowed = f"{others}; or a precision preset with fsdp or fsdp2"
-        yield Fault(ON_ALARM, problem, allowed, f"Set {ON_ALARM}=rescue, or choose a precision preset.")
-    if not weighs_responses(config):
-        problem = f"loss_mode={loss} has no importance weights here, and so no effective sample size"
-        remedy = f"Set {ON_ALARM}=rescue, or choose estimator=pg_seq_is."
-        yield Fault(ON_ALARM, problem, f"{others}; or a loss with weights", remedy)
-
-
-def _masking(config: DictConfig, alarm: AlarmSettings) -> Iterator[Fault]:
+def _masking(config: DictConfig) -> Iterator[Fault]:
     correction, shadow = OmegaConf.select(config, CORRECTION), OmegaConf.select(config, RATIO_SOURCE) == "shadow"
     others = "log, stop or rescue"
     if correction is None or correction.bypass_mode or shadow:
@@ -53,20 +60,6 @@ def _masking(config: DictConfig, alarm: AlarmSettings) -> Iterator[Fault]:
         problem = f"the mask is verl's rejection of responses, which {CORRECTION}.rollout_rs has at every step"
         remedy = f"Set {CORRECTION}.rollout_rs=null, or {ON_ALARM}=rescue."
         yield Fault(ON_ALARM, problem, f"{others}; or rollout_rs=null", remedy)
-
-
-def _rescuing(config: DictConfig, alarm: AlarmSettings) -> Iterator[Fault]:
-    actor, exact = engines(config)[0], OmegaConf.select(config, IN_CONFIG) == EXACT
-    to_fp16, is_fp16 = alarm.rescue_precision == "fp16", (actor.compute, rollout_dtype(config)) == ("fp16", "fp16")
-    if actor.strategy not in FSDP:
-        problem = f"a rescue goes on from a checkpoint, and those of strategy={actor.strategy} are not read here"
-        yield Fault(ON_ALARM, problem, "log or stop, or the strategy fsdp or fsdp2", f"Set {ON_ALARM}=stop.")
-    if exact or (to_fp16 and is_fp16):
-        problem = "the run has already the precision in which a rescue would go on"
-        yield Fault(ON_ALARM, problem, "log or stop", f"Set {ON_ALARM}=stop.")
-    if not to_fp16 and config.trainer.device != "cpu":
-        problem = "exact arithmetic exists on a CPU only"
-        yield Fault("mismatch.alarm.rescue_precision", problem, "fp16", "Leave it out.")
 
 
 @rule("rescue-from-start", "warning")

@@ -43,17 +43,17 @@ def plan(requests: Iterable[AttentionSpan]) -> list[Spans]:
             count = min(_QUERIES, queries - start)
             pieces[count].append(AttentionSpan(query + start, count, keys[: len(keys) - queries + start + count]))
     planned = []
-    for count, alike in pieces.items():
+    for alike in pieces.values():
         alike.sort(key=lambda piece: len(piece.keys))
         while alike:
             together = max(1, _KEYS // len(alike[-1].keys))
-            planned.append(_together(alike[-together:], count))
+            planned.append(_together(alike[-together:]))
             del alike[-together:]
     return planned
 
 
-def _together(pieces: list[AttentionSpan], count: int) -> Spans:
-    longest = max(len(piece.keys) for piece in pieces)
+def _together(pieces: list[AttentionSpan]) -> Spans:
+    count, longest = pieces[0].queries, max(len(piece.keys) for piece in pieces)
     starts = torch.tensor([piece.query for piece in pieces], device=pieces[0].keys.device)
     keys = torch.stack([torch.cat((p.keys, p.keys[:1].expand(longest - len(p.keys)))) for p in pieces])
     first = torch.tensor([len(piece.keys) - count for piece in pieces], device=starts.device)

@@ -3,10 +3,10 @@
 `inner` is FP32 or FP64. The gradient is that of the same formula, computed in FP32 (in FP64 for FP64) and rounded once
 to the operand's dtype. What is infinite or not a number natively is so here: the result has the same range.
 
-Shapes: N tokens, H heads, D head size, E experts, k experts of a token.
+Shapes: N tokens, H heads, D head size.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,14 +44,10 @@ class _RoundedOnce(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # once: gradient checkpointing computes them as they are asked for
         wide = backward_dtype(gradients[0].dtype)
-        needed = ctx.needs_input_grad[2:]
         with torch.enable_grad(), torch.autocast(gradients[0].device.type, enabled=False):
-            operands = [x.detach().to(wide).requires_grad_(n) for x, n in zip(saved, needed, strict=True)]
-            result = ctx.formula(*operands)
-            asked = [x for x in operands if x.requires_grad]
-            found = iter(torch.autograd.grad(result, asked, gradients[0].to(wide)))
-        wanted = zip(saved, needed, strict=True)
-        return None, None, *(rounded(next(found), x.dtype) if n else None for x, n in wanted)
+            operands = [x.detach().to(wide).requires_grad_() for x in saved]
+            found = torch.autograd.grad(ctx.formula(*operands), operands, gradients[0].to(wide))
+        return None, None, *(rounded(gradient, x.dtype) for gradient, x in zip(found, saved, strict=True))
 
 
 class _Linear(torch.autograd.Function):
@@ -70,61 +66,29 @@ class _Linear(torch.autograd.Function):
         return result.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         wide = backward_dtype(x.dtype)
         above = gradients[0].reshape(-1, weight.shape[0])
         rows = x.reshape(-1, x.shape[-1]).to(wide)
-        to_x, to_weight, to_bias = ctx.needs_input_grad[:3]
-        sums = torch.zeros_like(rows) if to_x else None
-        weights = torch.zeros_like(weight) if to_weight else None
+        to_rows, to_weight = torch.zeros_like(rows), torch.zeros_like(weight)
         with torch.autocast(x.device.type, enabled=False):
             for block in _blocks(rows, weight):
                 part = above[:, block].to(wide)
-                if sums is not None:
-                    sums.addmm_(part, weight[block].to(wide))
-                if weights is not None:
-                    weights[block] = rounded(part.T @ rows, weight.dtype)
-        biases = rounded(above.to(wide).sum(0), x.dtype) if to_bias else None
-        return None if sums is None else rounded(sums, x.dtype).view_as(x), weights, biases, None
+                to_rows.addmm_(part, weight[block].to(wide))
+                to_weight[block] = rounded(part.T @ rows, weight.dtype)
+        to_bias = rounded(above.to(wide).sum(0), x.dtype) if ctx.needs_input_grad[2] else None
+        return rounded(to_rows, x.dtype).view_as(x), to_weight, to_bias, None
 
 
 def _blocks(rows: Tensor, weight: Tensor) -> list[slice]:
-    if not rows.numel():  # an expert that nobody chose
-        return []
     size = max(1, _BLOCK // max(rows.shape))
     return [slice(start, start + size) for start in range(0, weight.shape[0], size)]
 
 
-class _ToAdapter(_RoundedOnce):
-    """The first operand as it is, with the gradient of a formula over all."""
-
-    @staticmethod
-    def forward(ctx: Any, formula: Callable[..., Tensor], inner: torch.dtype, *operands: Tensor) -> Tensor:
-        ctx.formula = formula
-        ctx.save_for_backward(*operands)
-        return operands[0].view_as(operands[0])
-
-
-Adapter = tuple[Tensor, Tensor, float]  # LoRA: A [rank, in], B [out, rank], s
-
-
-def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, inner: torch.dtype) -> Tensor:
-    """Return W + s·B A."""
-    return _RoundedOnce.apply(lambda weight, a, b: torch.addmm(weight, b, a, alpha=scale), inner, weight, a, b)
-
-
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, adapter: Adapter | None = None, *, inner: torch.dtype
-) -> Tensor:
-    """Return x Wᵀ + b; with an adapter W is `merged`, frozen, and the gradient goes through it to x, A and B."""
-    if adapter is None:
-        return _Linear.apply(x, weight, bias, inner)
-    with torch.no_grad():
-        weight = merged(weight, *adapter, inner=inner)
-    product, (a, b, scale) = _Linear.apply(x, weight, bias, inner), adapter
-    with_adapter = lambda product, x, a, b: product + (x @ a.T) @ b.T * scale  # noqa: E731
-    return _ToAdapter.apply(with_adapter, inner, product, x.detach(), a, b)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, inner: torch.dtype) -> Tensor:
+    """Return x Wᵀ + b."""
+    return _Linear.apply(x, weight, bias, inner)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, inner: torch.dtype) -> Tensor:
@@ -141,18 +105,9 @@ def silu_and_mul(gate: Tensor, up: Tensor, *, inner: torch.dtype) -> Tensor:
     return _RoundedOnce.apply(lambda gate, up: F.silu(gate) * up, inner, gate, up)
 
 
-def rotary_frequencies(rope: Mapping[str, Any], head_size: int) -> Tensor:
-    """Return the angle of each pair of places in one step of position, FP64 [D / 2], of a config's `rope_parameters`.
-
-    Llama 3's slow turns are slower by its factor; between slow and fast the factor fades out.
-    """
-    own = float(rope["rope_theta"]) ** -(torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
-    if rope["rope_type"] == "default":
-        return own
-    turns = rope["original_max_position_embeddings"] * own / (2 * torch.pi)  # in the original context
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    fast = ((turns - low) / (high - low)).clamp(0, 1)
-    return fast * own + (1 - fast) * own / rope["factor"]
+def rotary_frequencies(theta: float, head_size: int) -> Tensor:
+    """Return the angle of each pair of places in one step of position, FP64 [D / 2]."""
+    return float(theta) ** -(torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
 
 
 def rotary(x_NHD: Tensor, positions_N: Tensor, frequencies: Tensor, *, inner: torch.dtype) -> Tensor:
@@ -166,40 +121,3 @@ def rotary(x_NHD: Tensor, positions_N: Tensor, frequencies: Tensor, *, inner: to
         return torch.cat((one * c - other * s, other * c + one * s), dim=-1)
 
     return _RoundedOnce.apply(formula, inner, x_NHD)
-
-
-def route(logits_NE: Tensor, top_k: int, renormalize: bool, *, inner: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the weights [N, k] of the chosen experts, and their indices; of tied experts the first are chosen.
-
-    One `torch.topk` over all experts chooses: router replay answers it.
-    """
-    ranks_NE = logits_NE.detach().sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
-    chosen_Nk = torch.topk(-ranks_NE.float(), top_k, dim=-1).indices
-
-    def formula(logits: Tensor) -> Tensor:
-        if renormalize:
-            return logits.gather(-1, chosen_Nk).softmax(-1)
-        return logits.softmax(-1).gather(-1, chosen_Nk)
-
-    return _RoundedOnce.apply(formula, inner, logits_NE), chosen_Nk
-
-
-def experts(
-    x_Nd: Tensor, chosen_Nk: Tensor, weights_Nk: Tensor, gate_up: Tensor, down: Tensor, *, inner: torch.dtype
-) -> Tensor:
-    """Return Σ w·(down · silu_and_mul(gate_up · x)) over a token's experts.
-
-    `gate_up` is [E, 2·width, d] and `down` [E, d, width]. Each product is rounded as a layer's, and the sum once.
-    """
-    tokens, top_k = chosen_Nk.shape
-    # Sorted by expert, and a token's experts in their order; each place of (token, choice) once.
-    by_expert, order = chosen_Nk.flatten().sort(stable=True)
-    counts = torch.bincount(by_expert, minlength=gate_up.shape[0]).tolist()
-    parts = zip(x_Nd[order // top_k].split(counts), gate_up.unbind(), down.unbind(), strict=True)
-    results = []
-    for rows, into, back in parts:
-        gate, up = linear(rows, into, inner=inner).chunk(2, dim=-1)
-        results.append(linear(silu_and_mul(gate, up, inner=inner), back, inner=inner))
-    of_choices = torch.cat(results)[order.argsort()].view(tokens, top_k, -1)
-    weighted = lambda results, weights: (results * weights.unsqueeze(-1)).sum(1)  # noqa: E731
-    return _RoundedOnce.apply(weighted, inner, of_choices, weights_Nk)

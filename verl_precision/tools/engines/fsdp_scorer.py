@@ -41,7 +41,7 @@ class TrainerEngine:
                 enable_gradient_checkpointing=False,
                 lora_adapter_path=adapter,
                 lora_rank=rank,  # without it verl loads no adapter
-                lora={"merge": True},  # exact arithmetic multiplies by the merged weight
+                lora={"merge": True},
                 override_config={"attn_implementation": settings.attention},
             ),
             engine_config=PrecisionFSDPConfig(

@@ -27,17 +27,8 @@ from verl_precision.losses.in_use import LossInUse
 from verl_precision.losses.registry import POLICY_LOSSES, LossInputs
 from verl_precision.losses.rollout_weights import WEIGHT_KINDS
 from verl_precision.losses.settings import LossSettings, require_threshold
-from verl_precision.tools.kept_tokens.kept_file import (
-    CLIPPED,
-    DECISIONS,
-    KEPT,
-    MASKED,
-    NOT_OURS,
-    PHANTOM,
-    TRUNCATED,
-    UNKNOWN,
-    KeptResponse,
-)
+from verl_precision.tools.kept_tokens import kept_file
+from verl_precision.tools.kept_tokens.kept_file import CLIPPED, DECISIONS, MASKED, PHANTOM, TRUNCATED, KeptResponse
 
 CODE = {name: code for code, name in enumerate(DECISIONS)}
 LOST = [CODE[name] for name in (CLIPPED, PHANTOM, MASKED)]  # a token with an advantage gave no gradient
@@ -89,19 +80,12 @@ def decisions_of(response: KeptResponse) -> dict[str, list[str]]:
 def decide(
     used: LossInUse, tokens: Tokens, current: bool, weights: Tensor | None = None, left: Tensor | None = None
 ) -> Decided:
-    """Return what an estimator decides of each token.
+    """Return what an estimator decides of each token, and each slope.
 
-    Args:
-        used: Which, and its numbers.
-        tokens: The response.
-        current: Whether the weights that sampled it are those that score it: then, without a shadow, the whole gap is
-            rounding.
-        weights: [T], the weights that verl's step made (`rollout_is_weights`); None: by the estimator's level.
-        left: [T], the mask after verl's rejection; None: nothing was rejected.
-
-    Returns:
-        Codes and slopes. A response with a NaN or infinite number at one of the policy's tokens is left out by our
-        losses: its tokens are masked.
+    `current`: the weights that sampled the response are those that score it, so that without a shadow the whole gap is
+    rounding. `weights` [T] are those that verl's step made (`rollout_is_weights`); None: by the estimator's level.
+    `left` [T] is the mask after verl's rejection. A response with a NaN or infinite number at one of the policy's
+    tokens is left out by our losses: its tokens are masked.
     """
     ours = tokens.mask.bool()
     tokens = tokens if left is None else replace(tokens, mask=left)
@@ -110,7 +94,7 @@ def decide(
     weights, held = _weights(used, seen, tokens, weights)
     slopes, clipped, truncated = _outcome(used, tokens, seen, weights)
     lost = (slopes == 0) & (tokens.advantages != 0) & ours
-    codes = torch.full(ours.shape, CODE[KEPT if used.known else UNKNOWN], dtype=torch.uint8)
+    codes = torch.full(ours.shape, CODE[kept_file.KEPT if used.known else kept_file.UNKNOWN], dtype=torch.uint8)
     for beyond in (held, truncated):
         if beyond is not None:
             codes[beyond & (slopes != 0)] = CODE[TRUNCATED]
@@ -121,7 +105,7 @@ def decide(
         if reference is not None and used.beta_in_ratio and used.against_rollout:
             without_rounding, _, _ = _outcome(used, tokens, reference, weights)
             codes[clipped & (without_rounding != 0)] = CODE[PHANTOM]
-    codes[~ours] = CODE[NOT_OURS]
+    codes[~ours] = CODE[kept_file.NOT_OURS]
     return Decided(codes.numpy(), torch.where(ours, slopes, 0).float().numpy())
 
 

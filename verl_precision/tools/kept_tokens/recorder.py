@@ -5,28 +5,23 @@ measurement has: verl's old ones, or, in bypass mode and with `ratio_source=shad
 the update, from the worker.
 """
 
+import functools
 import logging
-import shutil
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from verl_precision.integration.trainer.batch_fields import fetch_rows, real_rows
-from verl_precision.integration.trainer.logger_tables import log_table
 from verl_precision.integration.trainer.metrics_file import metrics_path
 from verl_precision.losses.in_use import LossInUse
 from verl_precision.mismatch.candidates import Candidate, lot_of
 from verl_precision.mismatch.turns import turns_of
 from verl_precision.tools.kept_tokens import kept_file
 from verl_precision.tools.kept_tokens.decisions import LOST, Tokens, decide
-from verl_precision.tools.kept_tokens.kept_file import KeptResponse, KeptSummary
+from verl_precision.tools.kept_tokens.kept_file import KeptResponse
 
-KEPT_TABLE = "mismatch/kept_responses"
-KEPT_COLUMNS = [each.name for each in fields(KeptSummary) if each.name != "offset"]  # no place in a folder
 _LARGEST_GAP = 60.0  # nats; a larger one counts as this in the damage
 
 logger = logging.getLogger("verl_precision.mismatch")
@@ -36,28 +31,23 @@ class TokenRecorder:
     """Writes one run's kept tokens."""
 
     def __init__(self, trainer: Any) -> None:
-        """Read what decides where and how much is written; no file is touched before `fit`."""
+        """Read what decides what is written, and where; no file is touched before `fit`."""
         self._trainer, config = trainer, trainer.config
-        settings, rollout = trainer.monitor.settings, config.actor_rollout_ref.rollout
-        self.loss, self._text = LossInUse.from_config(config), settings.keep_text
+        self.loss = LossInUse.from_config(config)
         self.path = Path(config.trainer.default_local_dir) / kept_file.FOLDER
         if "file" in config.trainer.logger:
             self.path = kept_file.beside(metrics_path(config.trainer.project_name, config.trainer.experiment_name))
-        shadow = bool(OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.shadow.every_n_steps"))
-        lengths = int(rollout.prompt_length), int(rollout.response_length)
-        self.most = kept_file.largest_step(settings.keep_tokens, *lengths, settings.keep_text, shadow)
-        self._words: dict[int, str] = {}
+        self._text_of = functools.cache(
+            lambda token: trainer.tokenizer.decode([token])
+        )  # a part of a character: U+FFFD
 
     def fit(self, proceed, *args, **kwargs):
         """Move aside what is of steps after a checkpoint's (0: from scratch), as the metrics file does."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept_file.cut_after(self.path, self._trainer.global_steps)
-        keep, free = self._trainer.monitor.settings.keep_tokens, shutil.disk_usage(self.path.parent).free
-        text = "mismatch.keep_tokens=%d: at most %.2f MB a step in %s"
-        logger.warning(text, keep, self.most / 1e6, self.path)
-        if free < 1000 * self.most:
-            text = "the disk of %s has %.1f GB left, room for %d such steps"
-            logger.warning(text, self.path, free / 1e9, free // self.most)
+        logger.warning(
+            "%d responses of each step are kept in %s", self._trainer.monitor.settings.keep_tokens, self.path
+        )
         proceed(*args, **kwargs)
 
     def _compute_metrics(
@@ -65,9 +55,7 @@ class TokenRecorder:
     ) -> None:
         """Write the step before it is judged: an alarm may end the run."""
         with self._trainer.monitor.guarded():
-            responses = self.write(batch, global_steps)
-            rows = [{name: getattr(response, name) for name in KEPT_COLUMNS} for response in responses]
-            log_table(self._trainer.logger, KEPT_TABLE, rows, global_steps)
+            self.write(batch, global_steps)
         proceed(batch, metrics, *args, global_steps=global_steps, **more)
 
     def write(self, batch: Any, step: int) -> list[KeptResponse]:
@@ -105,10 +93,10 @@ class TokenRecorder:
         ratio = np.expm1(np.clip(one.log_probs.numpy() - rollout.numpy(), None, _LARGEST_GAP), dtype=np.float64)
         moved = (np.abs(decided.slopes - advantage) + np.abs(advantage * ratio))[ours]
         turn, prompt, response = turns_of(mask), row["prompts"], row["responses"]
-        text = pieces = None
-        if self._text:
-            decoded = self._trainer.tokenizer.decode(prompt.tolist())
-            text, pieces = kept_file.cut_text(decoded, kept_file.LONGEST_TEXT * len(prompt)), self._pieces(response)
+        prompt_text = texts = None
+        if self._trainer.monitor.settings.keep_text:
+            prompt_text = self._trainer.tokenizer.decode(prompt.tolist())
+            texts = [self._text_of(token) for token in response.tolist()]
         return KeptResponse(
             step=step, identity=key, reason=reason, length=len(response), reward=float(row["rm_scores"].double().sum()),
             log_weight=one.log_weight, largest_gap=one.largest_gap, lost=int(np.isin(decided.codes, LOST).sum()),
@@ -118,13 +106,5 @@ class TokenRecorder:
             shadow_log_probs=None if one.shadow_log_probs is None else one.shadow_log_probs.numpy(),
             advantages=advantage, weights=factors, mask=ours, turn=turn.numpy(), decisions=decided.codes, behind=behind,
             estimator=self.loss.name, estimator_settings=self.loss.settings(),
-            prompt_text=text, pieces=pieces,
+            prompt_text=prompt_text, texts=texts,
         )  # fmt: skip
-
-    def _pieces(self, response: Tensor) -> dict[int, str]:
-        """Return token id -> its text; a token of some bytes of a character has U+FFFD."""
-        used = np.unique(response.numpy()).tolist()
-        for token in used:
-            if token not in self._words:
-                self._words[token] = kept_file.cut_text(self._trainer.tokenizer.decode([token]))
-        return {token: self._words[token] for token in used}
