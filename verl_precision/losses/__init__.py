@@ -7,13 +7,13 @@
     cispo             cispo
     dppo              dppo_tv, dppo_kl: a trust region of probabilities
     off_policy_sequence_mask   the mask of DeepSeek-V3.2
-    clipping          what a loss divides by and where it clips, stated for each loss, verl's too
+    clipping          what has a ratio in a loss and where it clips, stated for each loss, verl's too
     aggregation       from one value per token to the loss of a mini-batch
     ratios            checked inputs, ratios and their guards
     metrics           metrics that survive micro-batches and ranks
     settings          bounds of C, the clip range and the constant; the rules of a config ask here (check/rules/loss.py)
     invariance        try_loss: does any loss depend on how a batch is cut?
-    registry          POLICY_LOSSES: name -> entry; `policy_loss` adds one
+    registry          POLICY_LOSSES: name -> entry; `policy_loss` adds one; the loss of a config
 
 A new loss is a new module here, with `@policy_loss` on its function: every module of this folder is imported below.
 Give it a preset of its name in presets/estimator/, and its equation in tests/losses/plain_equations.py.

@@ -1,4 +1,4 @@
-"""What a loss divides by, and where it clips: stated once by each loss, read by the metrics, the alarm and `check`.
+"""What has a ratio in a loss, and where it clips: stated by each loss, read by the metrics, the alarm and `check`.
 
 verl hands every loss one tensor of old log-probs. Outside bypass mode the trainer computed them, so that its rounding
 cancels in the ratio; in bypass mode they are the rollout's, and the precision gap is in the ratio.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The ratio of a loss: π(θ) over a denominator.
+    """The ratio of a loss: π(θ) over the policy of the old log-probs.
 
     Attributes:
         level: What has a ratio of its own: each "token", each "sequence" (response), or nothing ("none").
@@ -25,31 +25,22 @@ class Ratio:
             a gradient of exactly zero: "ratio" to [1 - low, 1 + high]; "dual" the same, and below `clip_ratio_c` where
             the advantage is negative; "log" to [e^-low, e^high]. None: no token loses its gradient to a clip range.
             The ratio of a sequence that is clipped is the geometric mean of its tokens'.
-        decoupled: Whose log-probs are the denominator outside bypass mode; None: nobody's, or the loss cannot run.
-        bypass: Whose they are in bypass mode.
     """
 
     level: Literal["token", "sequence", "none"]
     clip: Literal["ratio", "dual", "log"] | None = None
-    decoupled: Literal["trainer"] | None = "trainer"
-    bypass: Literal["rollout"] | None = "rollout"
 
 
-NO_RATIO = Ratio("none", decoupled=None, bypass=None)
+NO_RATIO = Ratio("none")
 
 VERLS_RATIOS: Mapping[str, Ratio] = {
     "vanilla": Ratio("token", "dual"),
-    "bypass_mode": Ratio("token", "dual", decoupled=None),  # with loss_type=ppo_clip; reinforce is below
+    "bypass_mode": Ratio("token", "dual"),  # with loss_type=ppo_clip; reinforce has none
     "clip_cov": Ratio("token", "ratio"),
     "gspo": Ratio("sequence", "ratio"),
     "geo_mean": Ratio("token", "log"),
-    # These two mask tokens by a divergence of probabilities, to which the clip range does not apply.
-    "dppo_tv": Ratio("token"),
-    "dppo_kl": Ratio("token"),
-    "sapo": Ratio("token"),
-    "kl_cov": Ratio("token"),
-    "cispo": Ratio("token"),
-    "dro": Ratio("token"),
+    # the clip range of the first two bounds a divergence of probabilities
+    **dict.fromkeys(("dppo_tv", "dppo_kl", "sapo", "kl_cov", "cispo", "dro"), Ratio("token")),
     "gpg": NO_RATIO,
 }
 """verl's name of a loss -> its ratio; those of this package stand at their functions (`registry.policy_loss`)."""

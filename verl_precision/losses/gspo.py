@@ -10,12 +10,7 @@ from verl_precision.losses.ratios import bounded_exp, checked_batch
 from verl_precision.losses.registry import policy_loss
 
 
-@policy_loss(
-    "vp_gspo",
-    "clipped surrogate on the length-normalised sequence ratio",
-    "arXiv 2507.18071 eq. (5)-(7)",
-    Ratio("sequence", "ratio"),
-)
+@policy_loss("vp_gspo", "clipped ratio of responses", "arXiv 2507.18071 eq. (5)-(7)", Ratio("sequence", "ratio"))
 def gspo(
     trainer_log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
     aggregation: Aggregation, clip_low: float = 3e-4, clip_high: float = 4e-4, rollout_is_weights: Tensor | None = None,

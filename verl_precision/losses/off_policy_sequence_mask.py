@@ -17,7 +17,7 @@ from verl_precision.losses.settings import require_divergence
     "vp_off_policy_sequence_mask",
     "clipped surrogate, without responses of A < 0 that π has moved away from",
     "arXiv 2512.02556 eq. (8), (9)",
-    Ratio("token", "ratio", decoupled=None),
+    Ratio("token", "ratio"),
 )
 def off_policy_sequence_mask(
     trainer_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,

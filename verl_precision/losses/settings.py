@@ -22,31 +22,23 @@ _WORDS = table_of(__file__, "settings.json")
 class Bounds:
     """The numbers that a setting may have. Call it with a value to check it."""
 
-    setting: str  # its name in a config
     holds: Callable[[float], bool]  # whether a finite number is within the bounds
-    problem: str  # of a number beyond them
-    allowed: str  # the bounds in words
-    remedy: str
+    words: Mapping[str, str]  # of the error: setting, problem, allowed, remedy
 
     def __call__(self, value: object, setting: str | None = None) -> float:
-        """Return a config's value as a float, or raise `ConfigurationError` that names `setting`, if that is another.
-
-        The value must be a finite number (a bool is none) within the bounds.
-        """
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or not self.holds(value):  # type: ignore[arg-type]
-            raise ConfigurationError(
-                self.problem, setting=setting or self.setting, value=value, allowed=self.allowed, remedy=self.remedy
-            )
-        return float(value)  # type: ignore[arg-type]
+        """Return a finite number within the bounds as a float, or raise an error that names `setting`, if another."""
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            if self.holds(value):
+                return float(value)
+        raise ConfigurationError(value=value, **{**self.words, **({"setting": setting} if setting else {})})
 
 
 # Below 1, C would truncate or reject responses that are exactly on-policy (ratio 1).
-require_threshold = Bounds(**_WORDS["threshold"], holds=lambda threshold: threshold >= 1)
-require_divergence = Bounds(**_WORDS["divergence"], holds=lambda divergence: divergence > 0)
-require_clip_low = Bounds(**_WORDS["clip_low"], holds=lambda low: 0 < low <= 1)
-require_clip_high = Bounds(**_WORDS["clip_high"], holds=lambda high: high > 0)
-require_normalizer = Bounds(**_WORDS["normalizer"], holds=lambda normalizer: normalizer > 0)
+require_threshold = Bounds(lambda threshold: threshold >= 1, _WORDS["threshold"])
+require_divergence = Bounds(lambda divergence: divergence > 0, _WORDS["divergence"])
+require_clip_low = Bounds(lambda low: 0 < low <= 1, _WORDS["clip_low"])
+require_clip_high = Bounds(lambda high: high > 0, _WORDS["clip_high"])
+require_normalizer = Bounds(lambda normalizer: normalizer > 0, _WORDS["normalizer"])
 
 
 @dataclass(frozen=True)

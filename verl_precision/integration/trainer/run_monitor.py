@@ -73,12 +73,11 @@ class RunMonitor:
         self.shadowed = not beta_in_ratio or (shadow.get("every_n_steps") or 0) > 0
         self.in_worker = bypass or not beta_in_ratio  # the driver never sees the trainer's log-probs
         ratio = ratio_of(actor)
-        against_rollout = ratio is not None and (ratio.bypass if bypass else ratio.decoupled) == "rollout"
         self.request = measurement.MeasureOrder(
             mismatch=self.in_worker,
             rollout_as_shadow=self.in_worker and not self.shadowed,
             bypass=bypass,
-            clip=clip_range(ratio, actor) if ratio is not None and against_rollout else None,
+            clip=clip_range(ratio, actor) if ratio is not None and bypass else None,
             beta_in_ratio=beta_in_ratio,
             ratio_threshold=settings.ratio_threshold,
             longest_response=int(config.actor_rollout_ref.rollout.response_length),

@@ -23,8 +23,7 @@ from torch import Tensor
 import verl_precision.losses  # noqa: F401 - every loss is registered
 from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.clipping import ClipRange
-from verl_precision.losses.in_use import LossInUse
-from verl_precision.losses.registry import POLICY_LOSSES, LossInputs
+from verl_precision.losses.registry import POLICY_LOSSES, LossInputs, LossInUse
 from verl_precision.losses.rollout_weights import WEIGHT_KINDS
 from verl_precision.losses.settings import LossSettings, require_threshold
 from verl_precision.tools.kept_tokens.kept_file import (

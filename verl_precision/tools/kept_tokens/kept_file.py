@@ -93,7 +93,7 @@ class KeptResponse(KeptSummary):
     decisions: np.ndarray  # the run's own: indices into `DECISIONS`
     behind: int  # versions of the weights between those that sampled it and those that scored it
     estimator: str  # the run's own, in words
-    estimator_settings: Mapping[str, Any]  # of `losses.in_use.LossInUse`
+    estimator_settings: Mapping[str, Any]  # of `losses.registry.LossInUse`
     prompt_text: str | None  # None with keep_text=False
     pieces: Mapping[int, str] | None  # token id -> its text; None with keep_text=False
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from verl_precision.integration.trainer.batch_fields import fetch_rows, real_rows
 from verl_precision.integration.trainer.logger_tables import log_table
 from verl_precision.integration.trainer.metrics_file import metrics_path
-from verl_precision.losses.in_use import LossInUse
+from verl_precision.losses.registry import LossInUse
 from verl_precision.mismatch.candidates import Candidate, lot_of
 from verl_precision.mismatch.turns import turns_of
 from verl_precision.tools.kept_tokens import kept_file
