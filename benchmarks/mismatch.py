@@ -52,7 +52,7 @@ def set_up(arguments: argparse.Namespace) -> None:
 
 
 def name(arguments: argparse.Namespace) -> str:
-    way = ", without the kernel" if fused.reason_for_torch(torch.zeros(1)) else ""
+    way = "" if fused.kernel_for(torch.zeros(1)) else ", without the kernel"
     return f"statistics of the mismatch, {arguments.rows} x {arguments.tokens} float32{way}"
 
 

@@ -11,9 +11,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from verl_precision.base.errors import CheckpointStateError, EnvironmentMismatchError
 from verl_precision.engine import loss_scaling
-from verl_precision.engine.loss_scaling import FILE_NAME, LossScaler, load_scaler, save_scaler
+from verl_precision.engine.loss_scaling import FILE_NAME, LossScaler, StepReport, load_scaler, save_scaler
 from verl_precision.engine.settings import LossScaleSettings
-from verl_precision.engine.step_report import StepReport
 from verl_precision.tools.selftest.single_rank import one_rank
 
 INF = float("inf")

@@ -11,8 +11,7 @@ import pytest
 
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError, MismatchAlarmError
 from verl_precision.mismatch import metric_names as names
-from verl_precision.mismatch.alarm import MismatchAlarm, act_on
-from verl_precision.mismatch.remedies import ADVICE, remedies_in_use
+from verl_precision.mismatch.alarm import ADVICE, MismatchAlarm, act_on, remedies_in_use
 from verl_precision.mismatch.settings import AlarmSettings
 from verl_precision.tools.runs.compare.summary import REWARD
 from verl_precision.tools.runs.read import read_metrics

@@ -4,7 +4,7 @@ import pytest
 from hydra import compose, initialize_config_module
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.mismatch.settings import MismatchSettings, settings_of
+from verl_precision.mismatch.settings import MismatchSettings
 from verl_precision.presets import preset_names
 
 
@@ -36,4 +36,4 @@ def test_every_preset_alone_switches_it_on(group):
 
 
 def test_precision_presets_spell_out_the_defaults(compose_verl):
-    assert settings_of(compose_verl("+precision=fp16")) == MismatchSettings()
+    assert MismatchSettings.from_config(compose_verl("+precision=fp16")) == MismatchSettings()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.mismatch import fused
-from verl_precision.mismatch.histogram import absolute, gap_counts, gap_edges, quantile
 from verl_precision.mismatch.statistics import MismatchStatistics
+from verl_precision.mismatch.token_sums import absolute, gap_counts, gap_edges, quantile
 
 SEEDS = st.integers(0, 10**6)
 GAPS = st.sampled_from([0.0, 1e-6, 1e-3, 0.2, 3.0, 1000.0])

@@ -1,8 +1,7 @@
 """The guard as it runs on an accelerator, on vLLM's own models: without a reload, and parameters stay as loaded.
 
 What a CPU does of its own is put aside. The worker's device is not known yet, as vLLM leaves it on some platforms, and
-linear and expert kernels keep weights as they are. The transfer buffer is shared memory, which cannot be released while
-anything holds a view of it.
+linear and expert kernels keep weights as they are.
 """
 
 import weakref

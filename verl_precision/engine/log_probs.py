@@ -55,15 +55,9 @@ def log_probs_and_entropy(
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits_NV: Tensor,
-        labels_N: Tensor,
-        temperature_N: Tensor,
-        chunk_tokens: int,
-        with_entropy: bool,
-        kept: SamplingMask | None,
-        inner: torch.dtype | None,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, logits_NV: Tensor, labels_N: Tensor, temperature_N: Tensor,
+        chunk_tokens: int, with_entropy: bool, kept: SamplingMask | None, inner: torch.dtype | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         temperature_N = temperature_N.clamp(min=_MIN_TEMPERATURE)
         normaliser_N = torch.empty(logits_NV.shape[0], dtype=torch.float32, device=logits_NV.device)
         log_probs_N, entropy_N = torch.empty_like(normaliser_N), torch.zeros_like(normaliser_N)
@@ -105,8 +99,7 @@ class _LogProbs(torch.autograd.Function):
 def log_softmax(x: Tensor, *, inner: torch.dtype) -> Tensor:
     """Return log softmax over the last dimension in FP32, without a gradient.
 
-    The largest is left out of the sum, which is then small beside it: so the log-prob of a nearly certain token keeps
-    all of its digits.
+    The largest is left out of the sum: so the log-prob of a nearly certain token keeps all of its digits.
     """
     distance = x.to(inner)
     largest = distance.max(-1, keepdim=True)

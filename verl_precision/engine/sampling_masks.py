@@ -40,10 +40,7 @@ class SamplingMask(NamedTuple):
 
 
 def pack(counts_R: np.ndarray, ids: np.ndarray) -> Tensor:
-    """Return the mask of a response as it travels: R, R counts (0: all kept), then the ids of all places; int32.
-
-    That is 4·(1 + kept) bytes a token. More ids than the counts say are left out.
-    """
+    """Return the mask of a response as it travels, int32: R, R counts (0: all kept), then as many ids."""
     ids = ids[: counts_R.sum()]
     return torch.from_numpy(np.concatenate([[len(counts_R)], counts_R, ids]).astype(np.int32))
 
@@ -51,8 +48,8 @@ def pack(counts_R: np.ndarray, ids: np.ndarray) -> Tensor:
 def unpack(packed: Sequence[Tensor | None], lengths: Sequence[int], labels_N: Tensor) -> SamplingMask:
     """Return the masks of packed sequences, at the places that predict their tokens (`labels_N`).
 
-    `packed` holds of each sequence the result of `pack`, or None where it was not truncated; `lengths` counts prompt
-    and response, which is at the end. A mask longer than its sequence, or without the drawn token, is an error.
+    `packed` holds of each sequence the result of `pack`, or None where it was not truncated; `lengths` are of prompt
+    and response. A mask longer than its sequence, or without the drawn token, is an error.
     """
     counts, ids = [], []
     for mask, length in zip(packed, lengths, strict=True):

@@ -19,9 +19,8 @@ RETURNS, EVERY = 2, 4
 class Persistence:
     """A condition that holds in `steps` measurements in a row, ≥ 1, or, where `returns` is set, that comes back.
 
-    It comes back where it holds in `RETURNS` times as many, at every `EVERY`th or more often. Fires once, and has
-    recovered after `steps` measurements without it, at least `EVERY` if it `returns`. A step without measurement
-    changes nothing.
+    It comes back where it holds in `RETURNS` times as many, at every `EVERY`th or more often. It has recovered after
+    `steps` measurements without it, at least `EVERY` if it `returns`. A step without measurement changes nothing.
     """
 
     steps: int

@@ -1,8 +1,7 @@
-"""Which of two ways measures a batch, and the fast one: numba's single pass over the arrays, on a CPU.
+"""The fast way to measure a batch: numba's single pass over the arrays, on a CPU; `kernel_for` says when.
 
 torch reads and writes each of its temporaries, and packs the valid tokens first. The kernel (`fused_kernel.py`) reads
 the batch where it lies, and writes nothing. Both give the same sums up to float64 rounding, and the same histogram.
-`reason_for_torch` says which way a batch goes.
 """
 
 import functools
@@ -17,10 +16,8 @@ import torch
 from torch import Tensor
 
 from verl_precision.base.mergeable import Count, Statistic
-from verl_precision.mismatch.histogram import counts_of_bits
 from verl_precision.mismatch.packing import checked, row_slices
-from verl_precision.mismatch.token_bins import totals_of_signed
-from verl_precision.mismatch.token_sums import TokenSums
+from verl_precision.mismatch.token_sums import TokenSums, counts_of_bits, totals_of_signed
 
 # Tokens, padding included. Below, torch takes 10 ms at most, and importing and compiling the kernel is not worth it.
 SMALLEST_BATCH = 1 << 18
@@ -41,26 +38,21 @@ class Measured(NamedTuple):
     final_gap_B: Tensor  # the gap of their last token
 
 
-def reason_for_torch(log_probs: Tensor) -> str | None:
-    """Return why torch measures a batch with these log-probs, or None: the kernel measures it."""
-    if log_probs.device.type != "cpu":
-        return f"the batch is on {log_probs.device}"
+def kernel_for(log_probs: Tensor) -> ModuleType | None:
+    """Return the kernel's module, if it measures a batch with these log-probs; None: torch does."""
     tokens = log_probs.values().numel() if log_probs.is_nested else log_probs.numel()
-    if tokens < SMALLEST_BATCH:
-        return f"{tokens} tokens are fewer than {SMALLEST_BATCH}"
-    return _kernel()[1]
+    return _kernel() if log_probs.device.type == "cpu" and tokens >= SMALLEST_BATCH else None
 
 
 @functools.cache
-def _kernel() -> tuple[ModuleType | None, str | None]:
-    """Return the kernel's module, or why there is none; said once in the log."""
+def _kernel() -> ModuleType | None:
     try:
         from verl_precision.mismatch import fused_kernel
-    except ImportError as error:  # not installed, or not made for this NumPy
-        reason = f"numba cannot be imported: {error}"
-        logger.warning("large batches are measured with torch, which takes several times as long: %s", reason)
-        return None, reason
-    return fused_kernel, None
+    # numba is not installed, or not made for this NumPy; or no folder can be written for what it compiles
+    except (ImportError, RuntimeError) as error:
+        logger.warning("large batches are measured with torch, which takes several times as long: %s", error)
+        return None
+    return fused_kernel
 
 
 def measure(
@@ -68,8 +60,7 @@ def measure(
 ) -> Measured:
     """Measure a batch, given as `packed_chunks` takes it, with the kernel, on as many threads as torch has.
 
-    Pieces are shared out as threads become free, and merged in their own order, so that threads do not change the
-    result. None for `chunk_tokens` is `PIECE_TOKENS`.
+    Pieces are merged in their own order, so that threads do not change the result.
     """
     given = {name: tensor.detach() for name, tensor in checked(log_probs, response_mask, advantages).items()}
     pieces = list(row_slices(given["response_mask"], PIECE_TOKENS if chunk_tokens is None else chunk_tokens))
@@ -83,7 +74,7 @@ def measure(
 
 def _measure_piece(given: Mapping[str, Tensor], piece: tuple[slice, slice, Tensor]) -> tuple[np.ndarray, ...]:
     """Hand some responses to the kernel, as flat views; a piece is copied only where it has no such view."""
-    kernel, _ = _kernel()
+    kernel = _kernel()
     assert kernel is not None
     *log_probs, mask, advantages = given.values()
     dtype = torch.float64 if any(each.dtype == torch.float64 for each in log_probs) else torch.float32
@@ -91,11 +82,7 @@ def _measure_piece(given: Mapping[str, Tensor], piece: tuple[slice, slice, Tenso
     flat.append(_flat(mask, piece, lambda m: m if m.dtype == torch.int64 else m.bool().view(torch.uint8)))
     flat.append(_flat(advantages, piece, lambda part: part if part.dtype == dtype else part.sign().to(dtype)))
     arrays, begins = zip(*flat, strict=True)
-    arguments = (*arrays, np.stack(begins), piece[-1].long().numpy())
-    try:
-        return kernel.measure_responses(*arguments)
-    except OSError:  # compiled, but not saved for other processes: the disk is full
-        return kernel.measure_responses(*arguments)
+    return kernel.measure_responses(*arrays, np.stack(begins), piece[-1].long().numpy())
 
 
 def _flat(

@@ -25,7 +25,7 @@ class Chunk:
 
     log_probs: tuple[Tensor, ...]  # [N] float64 each, in the order given; all finite and <= 0
     advantages_N: Tensor  # in the dtype given
-    lengths_R: Tensor  # int64, usable tokens of each response
+    lengths_R: Tensor  # int64, usable tokens of each
     whole_R: Tensor  # bool, responses with at least one valid token and without an unusable one
     counts: dict[str, Statistic]  # metrics of how many tokens there are, and how many were left out
 
@@ -47,8 +47,7 @@ def packed_chunks(
 ) -> Iterator[Chunk]:
     """Check a batch, and yield its valid tokens in chunks of whole responses: at least one, which may be empty.
 
-    Tensors are as in `checked`. `chunk_tokens` at a time, at least one response; None fits the device. What masked
-    tokens hold is never looked at.
+    Tensors are as in `checked`. `chunk_tokens` at a time, at least one response; None fits the device.
     """
     given = checked(log_probs, response_mask, advantages)
     for rows, tokens, lengths_R in row_slices(given["response_mask"], chunk_tokens):
@@ -70,9 +69,7 @@ def checked(
     """
     name_of_first, first = next(iter(log_probs.items()))
     if response_mask is None and not first.is_nested:
-        raise ConfigurationError(
-            "response_mask is None", allowed="[B, T] beside padded log-probs", remedy="Pass the mask."
-        )
+        raise ConfigurationError("response_mask is None", allowed="[B, T] beside padded log-probs")
     for name, tensor in {**log_probs, "response_mask": response_mask, "advantages": advantages}.items():
         if tensor is None:
             continue
@@ -88,24 +85,39 @@ def checked(
                 remedy="Pad or nest all of them alike; .contiguous() closes holes.",
             )
     if response_mask is None:
-        response_mask = _of_tokens(torch.ones(first.shape[0], dtype=torch.bool, device=first.device), first)
-    if advantages is None:
-        advantages = torch.zeros(first.shape[0], device=first.device)
-    advantages = advantages if advantages.dim() == 2 else _of_tokens(advantages, first)
+        response_mask = like(first, torch.ones_like(first.values(), dtype=torch.bool))
+    advantages = torch.zeros(first.shape[0], device=first.device) if advantages is None else advantages
+    advantages = advantages if advantages.dim() == 2 else of_tokens(advantages, first)
     return {**log_probs, "response_mask": response_mask, "advantages": advantages}
 
 
-def row_slices(batch: Tensor, chunk_tokens: int | None) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Cut a batch into at least one piece of whole responses: its rows, where it lies among all tokens, their lengths.
+def with_rows(mask: Tensor, rows_B: Tensor) -> Tensor:
+    """Return a mask, padded or nested, without the responses that are not in `rows_B` (bool)."""
+    if rows_B.all():
+        return mask
+    values = mask.values() if mask.is_nested else mask
+    rows = of_tokens(rows_B.to(mask.device), mask)
+    return like(mask, values.bool() & (rows.values() if mask.is_nested else rows))
 
-    Tokens and lengths include padding.
-    """
+
+def of_tokens(values_B: Tensor, batch: Tensor) -> Tensor:
+    """Return a value of each response as that of each of its tokens, in a batch's layout."""
+    if not batch.is_nested:
+        return values_B.unsqueeze(1).expand(batch.shape)
+    return like(batch, values_B.repeat_interleave(_offsets(batch).diff()))
+
+
+def like(batch: Tensor, values: Tensor) -> Tensor:
+    """Return values of a batch's tokens in its layout: as they are, or nested as it is."""
+    return torch.nested.nested_tensor_from_jagged(values, offsets=_offsets(batch)) if batch.is_nested else values
+
+
+def row_slices(batch: Tensor, chunk_tokens: int | None) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Cut a batch into at least one piece of whole responses: its rows, its place in all tokens, the lengths."""
     if chunk_tokens is None:
         chunk_tokens = CPU_CHUNK_TOKENS if batch.device.type == "cpu" else GPU_CHUNK_TOKENS
     if chunk_tokens < 1:
-        raise ConfigurationError(
-            setting="chunk_tokens", value=chunk_tokens, allowed="1 or more, or None", remedy="Leave it at None."
-        )
+        raise ConfigurationError(setting="chunk_tokens", value=chunk_tokens, allowed="1 or more, or None")
     offsets = _offsets(batch)
     bounds, lengths, responses, start = offsets.tolist(), offsets.diff(), batch.shape[0], 0
     while True:
@@ -123,14 +135,6 @@ def _offsets(batch: Tensor) -> Tensor:
     if batch.is_nested:
         return batch.offsets()  # type: ignore[attr-defined]
     return torch.arange(batch.shape[0] + 1, device=batch.device) * batch.shape[1]
-
-
-def _of_tokens(values_B: Tensor, batch: Tensor) -> Tensor:
-    """Return a value of each response as that of each of its tokens, in a batch's layout."""
-    if not batch.is_nested:
-        return values_B.unsqueeze(1).expand(batch.shape)
-    offsets = _offsets(batch)
-    return torch.nested.nested_tensor_from_jagged(values_B.repeat_interleave(offsets.diff()), offsets=offsets)
 
 
 def _positions(mask: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from typing_extensions import Self
 from verl_precision.base.mergeable import Mean, Share, Statistic, StatisticSet, merge_by_name, spread
 from verl_precision.losses.clipping import ClipRange
 from verl_precision.mismatch.packing import Chunk, packed_chunks
-from verl_precision.mismatch.token_bins import CLASSES, ClassMean, class_totals, token_classes
+from verl_precision.mismatch.token_sums import CLASSES, ClassMean, class_totals, token_classes
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing_extensions import Self
 from verl_precision.base.mergeable import Count, merge_by_name
 from verl_precision.losses.clipping import ClipRange
 from verl_precision.mismatch.metric_names import BY_VERSION, STALE_FRACTION, behind
+from verl_precision.mismatch.packing import with_rows
 from verl_precision.mismatch.phantom import PhantomStatistics
 from verl_precision.mismatch.statistics import MismatchStatistics
 
@@ -43,10 +44,18 @@ class MismatchByVersion:
 
         `versions_behind` is that of each response; 0: sampled with the weights of `trainer_log_probs`.
         """
-        tensors = (trainer_log_probs, rollout_log_probs, response_mask, advantages)
-        groups = [min(count, FURTHEST) for count in versions_behind]
-        rows = {group: [row for row, other in enumerate(groups) if other == group] for group in set(groups)}
-        return cls({group: _measure(*_of_rows(tensors, ended, kept), ratio_threshold) for group, kept in rows.items()})
+        groups_B, found = torch.tensor(versions_behind, dtype=torch.int64).clamp(max=FURTHEST), {}
+        log_probs = {"trainer": trainer_log_probs, "rollout": rollout_log_probs}
+        for group in groups_B.unique().tolist():
+            mask = with_rows(response_mask, groups_B == group)
+            measured = MismatchStatistics.measure(*log_probs.values(), mask, advantages, ratio_threshold, ended=ended)
+            broken = measured.statistics["nonfinite_tokens"]  # by which engine takes a second look, where there is any
+            counts = {
+                f"nonfinite_{engine}_tokens": _nonfinite(each, mask) if broken.value() else broken
+                for engine, each in log_probs.items()
+            }
+            found[group] = MismatchStatistics({**measured.statistics, **counts})
+        return cls(found)
 
     def merge(self, other: Self) -> Self:
         """Return the statistics of both pieces together; neither changes."""
@@ -68,34 +77,6 @@ class MismatchByVersion:
             found |= {behind(group, name): groups[group][name] for name in BY_VERSION}
         return found
 
-    def histograms(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return `MismatchStatistics.histograms` of all responses."""
-        return self.whole.histograms()
-
-
-def _of_rows(
-    tensors: Sequence[Tensor], ended: Tensor | None, kept: list[int]
-) -> tuple[Sequence[Tensor], Tensor | None]:
-    """Return some rows of padded or nested tensors, and of `ended`; all of them: the tensors."""
-    if len(kept) == len(tensors[0]):
-        return tensors, ended
-    of_kept = None if ended is None else ended[kept]
-    if not tensors[0].is_nested:
-        return [tensor[kept] for tensor in tensors], of_kept
-    every = [tensor.unbind() for tensor in tensors]
-    return [torch.nested.as_nested_tensor([rows[row] for row in kept], layout=torch.jagged) for rows in every], of_kept
-
-
-def _measure(tensors: Sequence[Tensor], ended: Tensor | None, ratio_threshold: float) -> MismatchStatistics:
-    """Measure, and say which engine made what is not finite; that takes a second look, where there is any."""
-    trainer, rollout, mask, advantages = tensors
-    found = MismatchStatistics.measure(trainer, rollout, mask, advantages, ratio_threshold, ended=ended)
-    broken = found.statistics["nonfinite_tokens"]
-    counts = {}
-    for engine, log_probs in (("trainer", trainer), ("rollout", rollout)):
-        counts[f"nonfinite_{engine}_tokens"] = _nonfinite(log_probs, mask) if broken.value() else broken
-    return MismatchStatistics({**found.statistics, **counts})
-
 
 def _nonfinite(log_probs: Tensor, mask: Tensor) -> Count:
     values, valid = (tensor.values() if tensor.is_nested else tensor for tensor in (log_probs, mask))
@@ -115,9 +96,8 @@ def beta_of_current_version(
 
     `versions_behind` is as `MismatchByVersion.measure` takes it, all else as `PhantomStatistics.measure`.
     """
-    kept = [row for row, count in enumerate(versions_behind) if not count]
-    if not kept:
+    current_B = torch.tensor(versions_behind) == 0
+    if not current_B.any():
         return PhantomStatistics()
-    tensors = (trainer_log_probs, rollout_log_probs, response_mask, advantages)
-    (trainer, rollout, mask, signs), ended = _of_rows(tensors, ended, kept)
-    return PhantomStatistics.measure(trainer, rollout, rollout, mask, signs, clip, ended=ended)
+    mask, rollout = with_rows(response_mask, current_B), rollout_log_probs
+    return PhantomStatistics.measure(trainer_log_probs, rollout, rollout, mask, advantages, clip, ended=ended)

@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from verl_precision.base.mergeable import Maximum, Mean, Statistic, StatisticSet
 from verl_precision.mismatch.metric_names import BY_VERSION, TOOL_FRACTION, TURNS_MAX, of_turn
+from verl_precision.mismatch.packing import like
 from verl_precision.mismatch.statistics import MismatchStatistics
 
 # This turn and all later ones are measured together.
@@ -24,20 +25,13 @@ def turns_of(response_mask: Tensor) -> Tensor:
     The mask is [B, T], [T], or nested (torch.jagged), nonzero where the policy wrote the token; the result is int64, of
     its shape and layout.
     """
-    if not response_mask.is_nested:
-        mask = response_mask.bool()
-        begins = mask.clone()
-        begins[..., 1:] &= ~mask[..., :-1]
-        return begins.cumsum(-1) * mask
-    mask_N, offsets = response_mask.values().bool(), response_mask.offsets()  # type: ignore[attr-defined]
-    begins_N = mask_N.clone()
-    begins_N[1:] &= ~mask_N[:-1]
-    lengths_B = offsets.diff()
-    first_E = offsets[:-1][lengths_B > 0]
-    begins_N[first_E] = mask_N[first_E]
-    counted = torch.cat([begins_N.new_zeros(1, dtype=torch.int64), begins_N.cumsum(0)])
-    turns_N = (counted[1:] - counted[offsets[:-1]].repeat_interleave(lengths_B)) * mask_N
-    return torch.nested.nested_tensor_from_jagged(turns_N, offsets=offsets)
+    if response_mask.is_nested:
+        rows = [turns_of(row) for row in response_mask.unbind()]
+        return like(response_mask, torch.cat(rows))
+    mask = response_mask.bool()
+    begins = mask.clone()
+    begins[..., 1:] &= ~mask[..., :-1]
+    return begins.cumsum(-1) * mask
 
 
 @dataclass(frozen=True)
@@ -64,18 +58,15 @@ class MismatchByTurn(StatisticSet):
         """
         turns = turns_of(response_mask)
         values = turns.values() if turns.is_nested else turns
-        written, most = values.count_nonzero().double(), int(values.max()) if values.numel() else 0
-        tokens = torch.tensor(float(values.numel())) if lengths is None else lengths.sum().double()
+        written, most = values.count_nonzero().double().cpu(), int(values.max()) if values.numel() else 0
+        tokens = torch.tensor(float(values.numel())) if lengths is None else lengths.sum().double().cpu()
         found: dict[str, Statistic] = {
             TURNS_MAX: Maximum(torch.tensor(float(most))),
-            TOOL_FRACTION: Mean(tokens.cpu() - written.cpu(), tokens.cpu()),
+            TOOL_FRACTION: Mean(tokens - written, tokens),
         }
         for turn in range(1, min(most, FURTHEST) + 1):
             if most > 1:
-                of_turn_N = values == turn if turn < FURTHEST else values >= turn
-                if turns.is_nested:
-                    offsets = turns.offsets()  # type: ignore[attr-defined]
-                    of_turn_N = torch.nested.nested_tensor_from_jagged(of_turn_N, offsets=offsets)
+                of_turn_N = like(turns, values == turn if turn < FURTHEST else values >= turn)
                 whole = MismatchStatistics.measure(trainer_log_probs, rollout_log_probs, of_turn_N)
             found |= {of_turn(turn, name): statistic for name, statistic in whole.totals(BY_VERSION).items()}
         return cls.on_cpu(found)

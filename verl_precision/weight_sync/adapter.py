@@ -11,17 +11,12 @@ from verl_precision.weight_sync.manifest import StreamDigest
 def not_held(
     sent: Mapping[str, Tensor], held: Iterable[tuple[str, Tensor]], dtype: torch.dtype, scaling: float
 ) -> list[str]:
-    """Return, sorted, the names of an adapter's tensors that are not in the rollout's buffers of their layer.
+    """Return, sorted, the names of an adapter's tensors that are not, to the bit, in the buffers of their layer.
 
-    Buffers are compared bit for bit. A layer's place is its name from its number on, or the last part where none has a
-    number: what stands before is not the same in both models. A tensor whose place the rollout does not have may be in
-    any buffer.
-
-    Args:
-        sent: A [rank, in] and B [out, rank] of each adapted layer, under PEFT's names.
-        held: What the rollout's layers compute with, each with its name, which ends in `.lora_A` or `.lora_B`.
-        dtype: The rollout's dtype of adapters.
-        scaling: What the rollout has multiplied B by, once it had rounded it to its dtype.
+    `sent` are A and B under PEFT's names, `held` what the rollout's layers compute with, under names that end in
+    `.lora_A` or `.lora_B`. The rollout has rounded both to `dtype`, and then multiplied B by `scaling`. A layer's place
+    is its name from its number on: what stands before is not the same in both models. A tensor whose place the rollout
+    does not have may be in any buffer.
     """
     expected, found, places = StreamDigest(), StreamDigest(), list[str]()
     for name, tensor in sent.items():

@@ -15,7 +15,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_precision.base.errors import CheckpointStateError, MismatchAlarmError
 from verl_precision.base.mergeable import Count, Mean
-from verl_precision.engine.arithmetic_choice import IN_CONFIG
+from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 from verl_precision.engine.shadow import OF_SHADOW
 from verl_precision.integration.engine import measurement
 from verl_precision.integration.engine.measurement import (
@@ -123,7 +123,7 @@ def test_the_driver_measures_what_it_has(monkeypatch, changes, expected):
 def test_exact_arithmetic_that_is_not_is_said_once(monkeypatch, caplog, arithmetic, rollout, said):
     """Of responses of the current version alone: others were sampled with other weights."""
     stored(monkeypatch, (-1.0, -2.0), (-1.0, -2.0))
-    judge = monitor(OmegaConf.from_dotlist([f"{IN_CONFIG}={arithmetic}"]))
+    judge = monitor(OmegaConf.from_dotlist([f"{ARITHMETIC_SETTING}={arithmetic}"]))
     for _ in range(2):
         metrics = measured_by(judge, batch_of(0, 0), step=1 + rollout)
     assert metrics["mismatch/equal_fraction"] == 0.5

@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.dtypes import EXACT
 from verl_precision.base.verl_config import FSDP, engines, lora_rank
 from verl_precision.check.rules.rule import Environment, Fault, rule
-from verl_precision.engine.arithmetic_choice import IN_CONFIG
+from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 
 MODEL = "actor_rollout_ref.model"
 OF_HEADS = ("classifier", "summary", "token_dropout")  # of classifiers, and of protein models' inputs
@@ -20,7 +20,7 @@ ALWAYS_TRAINS = ("veomni",)
 @rule("dropout-in-update", "warning", about="the model's dropout")
 def dropout_in_update(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """The trainer's forward drops elements where the rollout's does not: the ratio is not 1 before any update."""
-    if OmegaConf.select(config, IN_CONFIG) == EXACT:  # not-exact says it there
+    if OmegaConf.select(config, ARITHMETIC_SETTING) == EXACT:  # not-exact says it there
         return
     strategy = engines(config)[0].strategy
     where = "every forward of the trainer, for old log-probs too," if strategy in ALWAYS_TRAINS else "an update"

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from verl_precision.base.errors import LossScaleError
-from verl_precision.engine.step_report import StepReport
+from verl_precision.engine.loss_scaling import StepReport
 from verl_precision.integration.engine.build import PartsOfEngine, digester
 from verl_precision.integration.engine.engine_config import PrecisionMcoreConfig
 from verl_precision.integration.engine.registry import NVIDIA, by_config, register_engine

@@ -23,7 +23,7 @@ from verl_precision.base.files import write_file
 from verl_precision.base.mergeable import Count, Mean, Statistic, merge_by_name
 from verl_precision.base.state import read_state
 from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype
-from verl_precision.engine.arithmetic_choice import IN_CONFIG
+from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 from verl_precision.integration.engine import measurement
 from verl_precision.integration.engine.measurement import CANDIDATES, MISMATCH, PHANTOM, TURNS
 from verl_precision.integration.trainer.batch_fields import fetch, put, real_rows
@@ -34,10 +34,9 @@ from verl_precision.integration.trainer.session_advantages import advantages_by_
 from verl_precision.losses.clipping import Ratio, clip_range
 from verl_precision.losses.registry import ratio_of
 from verl_precision.mismatch import metric_names as names
-from verl_precision.mismatch.alarm import Alarm, MismatchAlarm, act_on
+from verl_precision.mismatch.alarm import Alarm, MismatchAlarm, act_on, remedies_in_use
 from verl_precision.mismatch.candidates import Candidates, lot_of
-from verl_precision.mismatch.remedies import remedies_in_use
-from verl_precision.mismatch.settings import settings_of
+from verl_precision.mismatch.settings import MismatchSettings
 from verl_precision.mismatch.staleness import MismatchByVersion, beta_of_current_version
 from verl_precision.mismatch.statistics import MismatchStatistics
 from verl_precision.mismatch.turns import MismatchByTurn
@@ -64,7 +63,7 @@ class RunMonitor:
     def __init__(self, trainer: Any) -> None:
         """Read from a trainer's config what decides where to measure, and what."""
         self._trainer, self._config = trainer, (config := trainer.config)
-        self.settings = settings = settings_of(config)
+        self.settings = settings = MismatchSettings.from_config(config)
         correction = OmegaConf.select(config, "algorithm.rollout_correction") or {}
         bypass = bool(correction.get("bypass_mode"))  # verl skips the forward at θ': old log-probs are the rollout's
         actor = config.actor_rollout_ref.actor
@@ -86,7 +85,7 @@ class RunMonitor:
         self.alarm = MismatchAlarm(settings.alarm, _in_use(config, ratio, correction))
         # The least share of equal log-probs that exact arithmetic promises; in FP32 an order of sums may show.
         least = 0.98 if engines(config)[0].compute == "fp32" else 1.0
-        self._least_equal = least if OmegaConf.select(config, IN_CONFIG) == EXACT else 0.0
+        self._least_equal = least if OmegaConf.select(config, ARITHMETIC_SETTING) == EXACT else 0.0
         self.first_alarm_step: int | None = None  # first step of the evidence of the alarms that the last step raised
         self.candidates = Candidates(settings.keep_tokens)
         self.masks: dict[str, Tensor] = {}
@@ -246,7 +245,7 @@ class RunMonitor:
         mismatch, self._sets = self._sets.get(MISMATCH), {}
         with self.guarded():
             if mismatch is not None and self.settings.histograms:
-                log_histograms(tracking, mismatch.histograms(), step)
+                log_histograms(tracking, mismatch.whole.histograms(), step)
             log_table(tracking, "alarm/raised", [alarm.row() for alarm in self._raised], step)
 
     def save(self, folder: Path, metrics: Mapping[str, Any]) -> None:

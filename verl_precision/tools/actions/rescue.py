@@ -25,7 +25,7 @@ from verl_precision.base.files import write_file
 from verl_precision.base.overrides import quoted
 from verl_precision.base.state import STRICT, read_state
 from verl_precision.integration.trainer.checkpoints import MARK, RESCUE_FILE, checkpoints_in, is_complete
-from verl_precision.mismatch.settings import ON_ALARM, settings_of
+from verl_precision.mismatch.settings import ON_ALARM, MismatchSettings
 
 # What the rescue trains in: `rescue_precision` -> presets.
 PRESETS = {"fp16": {"precision": "fp16"}, "exact": {"arithmetic": "exact"}}
@@ -74,7 +74,7 @@ def decide_rescue(config: DictConfig, action: Action) -> Rescue:
         str(folder),
         *action,
         checkpoint=str(whole[-1]) if whole else None,
-        precision=settings_of(config).alarm.rescue_precision,
+        precision=MismatchSettings.from_config(config).alarm.rescue_precision,
         name=f"{config.trainer.experiment_name}-rescue",
         folder=f"{folder}-rescue",
     )

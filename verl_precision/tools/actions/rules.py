@@ -9,9 +9,9 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import FSDP, engines, rollout_dtype
 from verl_precision.check.rules.loss import CORRECTION, RATIO_SOURCE, weighs_responses
 from verl_precision.check.rules.rule import Environment, Fault, rule
-from verl_precision.engine.arithmetic_choice import IN_CONFIG
+from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 from verl_precision.integration.trainer.saving import saves
-from verl_precision.mismatch.settings import ON_ALARM, AlarmSettings, MismatchSettings, settings_of
+from verl_precision.mismatch.settings import ON_ALARM, AlarmSettings, MismatchSettings
 
 RESCUE = f"Set {ON_ALARM}=rescue."
 
@@ -56,7 +56,7 @@ def _masking(config: DictConfig, alarm: AlarmSettings) -> Iterator[Fault]:
 
 
 def _rescuing(config: DictConfig, alarm: AlarmSettings) -> Iterator[Fault]:
-    actor, exact = engines(config)[0], OmegaConf.select(config, IN_CONFIG) == EXACT
+    actor, exact = engines(config)[0], OmegaConf.select(config, ARITHMETIC_SETTING) == EXACT
     to_fp16, is_fp16 = alarm.rescue_precision == "fp16", (actor.compute, rollout_dtype(config)) == ("fp16", "fp16")
     if actor.strategy not in FSDP:
         problem = f"a rescue goes on from a checkpoint, and those of strategy={actor.strategy} are not read here"
@@ -90,6 +90,6 @@ def learning_rate_without_weights(config: DictConfig, environment: Environment) 
 
 def _settings(config: DictConfig) -> MismatchSettings:
     try:
-        return settings_of(config)
+        return MismatchSettings.from_config(config)
     except ConfigurationError:  # another rule refuses it
         return MismatchSettings()

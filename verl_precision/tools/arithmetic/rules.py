@@ -10,7 +10,13 @@ from verl_precision.base.dtypes import EXACT, long
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import ROLLOUT, engines, rollout_dtype, uses_adapter
 from verl_precision.check.rules.rule import Environment, Fault, rule
-from verl_precision.engine.arithmetic_choice import FAMILIES, IN_CONFIG, beyond_merging, refused, require_family
+from verl_precision.engine.arithmetic_choice import (
+    ARITHMETIC_SETTING,
+    FAMILIES,
+    beyond_merging,
+    refused,
+    require_family,
+)
 from verl_precision.integration.ledger import EXPERTS, is_offered
 
 MODEL, VLLM = "actor_rollout_ref.model", f"{ROLLOUT}.engine_kwargs.vllm"
@@ -72,7 +78,7 @@ OF_ENGINE = (
 @rule("not-exact", about="operations of exact arithmetic")
 def not_exact(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """A run with exact arithmetic is meant to have no gap: nothing may round otherwise in one engine alone."""
-    if (arithmetic := OmegaConf.select(config, IN_CONFIG)) != EXACT:
+    if (arithmetic := OmegaConf.select(config, ARITHMETIC_SETTING)) != EXACT:
         return
     asked = f"arithmetic={arithmetic} asks for equal log-probs, but"
     trained = engines(config)

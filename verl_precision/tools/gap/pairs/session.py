@@ -8,7 +8,7 @@ from rich.console import Console
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.versions import installed_versions
-from verl_precision.mismatch.token_bins import PROBABILITY_BINS
+from verl_precision.mismatch.token_sums import PROBABILITY_BINS
 from verl_precision.tools.engines.engine import SamplerSettings, ScorerSettings
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.model import find_model
