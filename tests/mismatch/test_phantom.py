@@ -46,19 +46,6 @@ def test_decision_by_hand(alpha, beta, advantage, expected):
     assert found["beta_beyond_clip_fraction"] == (beta > 0.2469 or beta < -0.22314)
 
 
-def test_by_sign_and_by_probability():
-    """μ = 0.5, 0.5, 1e-5, 1e-5; A = +, -, +, -; beta = 0, 0, 0.3, -0.3: both unlikely tokens are silenced."""
-    mu = torch.tensor([[0.5, 0.5, 1e-5, 1e-5]], dtype=torch.float64).log()
-    beta = torch.tensor([[0.0, 0.0, 0.3, -0.3]], dtype=torch.float64)
-    found = phantom_of(mu + beta, mu, mu, torch.tensor([[1.0, -1.0, 1.0, -1.0]]))
-    assert found[GHOSTS] == found[f"{GHOSTS}_positive_advantage"] == found[f"{GHOSTS}_negative_advantage"] == 0.5
-    assert found[f"prob_0_1e-4/{GHOSTS}"] == 1 and found[f"prob_1e-1_1/{GHOSTS}"] == 0
-    assert found["prob_0_1e-4/beta_abs_mean"] == pytest.approx(0.3)
-    assert found["beta_mean_positive_advantage"] == pytest.approx(0.15)
-    assert found["beta_mean_negative_advantage"] == pytest.approx(-0.15)
-    assert f"prob_1e-2_1e-1/{GHOSTS}" not in found
-
-
 def test_final_tokens_by_hand():
     """Log-ratios 0.3 are clipped where A > 0: in the first response the final token, in the second another one."""
     mu = torch.full((4, 2), -3.0, dtype=torch.float64)

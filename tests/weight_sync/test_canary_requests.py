@@ -61,11 +61,11 @@ def _tokenizer():
 
 @functools.cache
 def _composed(*overrides: str):
-    return compose_recipe(QUICKSTART, ["precision=fp16", *overrides])
+    return compose_recipe(QUICKSTART, list(overrides))
 
 
-def canary(*overrides: str, **settings) -> TrainerCanary:
-    config = copy.deepcopy(_composed(*overrides))
+def canary(*overrides: str, precision: str = "fp16", **settings) -> TrainerCanary:
+    config = copy.deepcopy(_composed(f"precision={precision}", *overrides))
     OmegaConf.update(config, "weight_sync.canary", settings, merge=False)
     return TrainerCanary(SimpleNamespace(config=config))
 
@@ -103,18 +103,16 @@ def test_replicas_that_serve_an_adapter_continue_the_first_half(off_by):
     assert metrics["weight_sync/canary_gap"] == off_by and workers.rows == 4
 
 
-@pytest.mark.parametrize(("overrides", "dtype"), [
-    (["precision=fp32_train_bf16_rollout"], "bfloat16"),
-    (["precision=fp32_train_fp16_rollout"], "float16"),
-    (["precision=fp16_train_bf16_rollout"], "bfloat16"),
-    (["precision=bf16"], None),  # both have the same rounded weights
-    (["precision=bf16_train_fp16_rollout"], None),
-    (["precision=fp32_train_bf16_rollout", "actor_rollout_ref.model.lora_rank=8"], None),
+@pytest.mark.parametrize(("precision", "dtype", "overrides"), [
+    ("fp32_train_bf16_rollout", "bfloat16", ()),
+    ("fp16_train_bf16_rollout", "bfloat16", ()),
+    ("bf16_train_fp16_rollout", None, ()),  # both have the same rounded weights
+    ("fp32_train_bf16_rollout", None, ("actor_rollout_ref.model.lora_rank=8",)),
 ])  # fmt: skip
-def test_the_trainer_scores_with_weights_as_coarse_as_the_rollouts(overrides, dtype, healthy):
+def test_the_trainer_scores_with_weights_as_coarse_as_the_rollouts(precision, dtype, overrides, healthy):
     """A trainer whose weights drift from a BF16 rollout by less than it can see is no wrong sync."""
-    replicas, workers = [_replica(0, "continues")] if len(overrides) > 1 else healthy[:1], Workers(world_size=1)
-    _one_sync(canary(*overrides), replicas, workers)
+    replicas, workers = [_replica(0, "continues")] if overrides else healthy[:1], Workers(world_size=1)
+    _one_sync(canary(*overrides, precision=precision), replicas, workers)
     assert workers.rounded_to == [dtype]
 
 
