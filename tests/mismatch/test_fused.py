@@ -30,7 +30,7 @@ def by(way, *arguments):
     """Measure with the kernel, or with torch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused, "SMALLEST_BATCH", 0 if way == "kernel" else math.inf)
-        assert (fused.kernel_for(arguments[0]) is not None) == (way == "kernel")
+        assert (fused.kernel_for(torch.zeros(1)) is not None) == (way == "kernel")
         return MismatchStatistics.measure(*arguments)
 
 

@@ -32,10 +32,9 @@ def measured(pi, mu, mask, layout=padded) -> MismatchByTurn:
     ([0, 0], [0, 0]),
 ])  # fmt: skip
 def test_a_turn_is_a_run_of_the_policys_tokens(mask, turns):
-    assert turns_of(torch.tensor(mask)).tolist() == turns
-    both = nested([torch.tensor(mask), torch.tensor([1, 0, 1]), torch.tensor([], dtype=torch.int64)])
-    assert [row.tolist() for row in turns_of(both).unbind()] == [turns, [1, 0, 2], []]
-    assert turns_of(torch.tensor([mask, mask])).tolist() == [turns, turns]
+    """Each response has its own, one without tokens between them."""
+    offsets = torch.tensor([0, len(mask), len(mask), len(mask) + 3, 2 * len(mask) + 3])
+    assert turns_of(torch.tensor([*mask, 1, 0, 1, *mask]), offsets).tolist() == [*turns, 1, 0, 2, *turns]
 
 
 @pytest.mark.parametrize("layout", [padded, nested])

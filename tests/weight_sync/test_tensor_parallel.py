@@ -19,7 +19,6 @@ from verl_precision.integration.cpu.platform import PlatformCPU
 def one_of_two(rank: int, folder: str) -> None:
     set_platform(PlatformCPU())
     torch.set_num_threads(1)
-    torch.manual_seed(0)
     try:
         with set_current_vllm_config(VllmConfig()), pytest.MonkeyPatch.context() as patch:
             like_an_accelerator(patch)

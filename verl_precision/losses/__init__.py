@@ -1,12 +1,10 @@
 """The paper's estimators as functions of tensors; importing this needs torch and nothing of verl.
 
     policy_gradient   pg_seq_is (5), pg_seq_tis (6), pg_seq_mis (7): importance-weighted policy gradient
-    grpo              grpo (8); interventions grpo_unclipped, ratio_one; the clipped objective
+    grpo              grpo (8), gspo, off_policy_sequence_mask (DeepSeek-V3.2); interventions grpo_unclipped, ratio_one
     rollout_weights   token_tis_weights (9), seq_mis_weights (10), geo_mask, icepop, kpop: with them `grpo` is those
-    gspo              gspo
     cispo             cispo
     dppo              dppo_tv, dppo_kl: a trust region of probabilities
-    off_policy_sequence_mask   the mask of DeepSeek-V3.2
     clipping          what has a ratio in a loss and where it clips, stated for each loss, verl's too
     aggregation       from one value per token to the loss of a mini-batch
     ratios            checked inputs, ratios and their guards
@@ -30,11 +28,11 @@ from verl_precision.losses.dppo import dppo_kl as dppo_kl
 from verl_precision.losses.dppo import dppo_tv as dppo_tv
 from verl_precision.losses.grpo import grpo as grpo
 from verl_precision.losses.grpo import grpo_unclipped as grpo_unclipped
+from verl_precision.losses.grpo import gspo as gspo
+from verl_precision.losses.grpo import off_policy_sequence_mask as off_policy_sequence_mask
 from verl_precision.losses.grpo import ratio_one as ratio_one
-from verl_precision.losses.gspo import gspo as gspo
 from verl_precision.losses.metrics import LossOutput as LossOutput
 from verl_precision.losses.metrics import Statistic as Statistic
-from verl_precision.losses.off_policy_sequence_mask import off_policy_sequence_mask as off_policy_sequence_mask
 from verl_precision.losses.policy_gradient import pg_seq_is as pg_seq_is
 from verl_precision.losses.policy_gradient import pg_seq_mis as pg_seq_mis
 from verl_precision.losses.policy_gradient import pg_seq_tis as pg_seq_tis

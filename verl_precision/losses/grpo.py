@@ -1,9 +1,11 @@
-"""GRPO as in the paper's equation (8), its weighted forms (9) and (10), and two interventions on its ratio.
+"""GRPO as in the paper's equation (8), its weighted forms (9) and (10), its kin, and two interventions on its ratio.
 
 The weighted forms are this `grpo` with `rollout_is_weights` of `rollout_weights`: min(ρₜ, C) for (9), ρ 1{ρ ≤ C} for
 (10). `grpo_unclipped` and `ratio_one` are experiments, not estimators to train with: each takes one thing away from
 `grpo` that turns a precision gap into a wrong gradient (docs/math.md, phantom clipping).
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,9 +14,9 @@ from verl_precision.losses import metrics as reported
 from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.clipping import NO_RATIO, Ratio
 from verl_precision.losses.metrics import LossOutput
-from verl_precision.losses.ratios import Batch, bounded_, checked_batch, loss_with_slope
+from verl_precision.losses.ratios import Batch, bounded_, bounded_exp, checked_batch, loss_with_slope
 from verl_precision.losses.registry import policy_loss
-from verl_precision.losses.settings import require_clip_range
+from verl_precision.losses.settings import require_clip_range, require_divergence
 
 
 @policy_loss("vp_grpo", "clipped surrogate without dual clip", "arXiv 2510.26788 eq. (8)", Ratio("token", "ratio"))
@@ -64,6 +66,59 @@ def grpo(
     """
     batch = checked_batch(trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights)
     return surrogate_loss(batch, batch.ratio_BT, aggregation, (clip_low, clip_high))
+
+
+@policy_loss("vp_gspo", "clipped ratio of responses", "arXiv 2507.18071 eq. (5)-(7)", Ratio("sequence", "ratio"))
+def gspo(
+    trainer_log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
+    aggregation: Aggregation, clip_low: float = 3e-4, clip_high: float = 4e-4, rollout_is_weights: Tensor | None = None,
+) -> LossOutput:  # fmt: skip
+    """Group sequence policy optimisation. Registered with verl as `vp_gspo` (`gspo` is verl's).
+
+        J = min(sA, clip(s, 1-ε_low, 1+ε_high) A),   s = (π(y; θ) / π(y; θ'))^(1/|y|) = exp(meanₜ log rₜ)
+
+    π trainer's policy, θ' the weights the rollout was drawn with, |y| tokens of the response. Equations (5) to (7) of
+    https://arxiv.org/abs/2507.18071, whose clip range is the default here. ∇s = s (1/|y|) Σₜ ∇log π(yₜ), so with the
+    paper's aggregation, mode "seq-mean-token-mean", every token carries sA and their mean is J.
+
+    Arguments, result, errors, masked tokens, empty and non-finite rows as in `grpo`; s is held at 2e11 in float32,
+    beyond a mean log-ratio of 25.9. (verl's `gspo` multiplies weights and advantages of masked tokens by 0, and
+    NaN x 0 is NaN.)
+    """
+    batch = checked_batch(trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights)
+    ratio_B1 = bounded_exp(batch.mean_log_ratio_B, batch.dtype).unsqueeze(-1)
+    return surrogate_loss(batch, ratio_B1, aggregation, (clip_low, clip_high))
+
+
+@policy_loss(
+    "vp_off_policy_sequence_mask",
+    "clipped surrogate, without responses of A < 0 that π has moved away from",
+    "arXiv 2512.02556 eq. (8), (9)",
+    Ratio("token", "ratio"),
+)
+def off_policy_sequence_mask(
+    trainer_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
+    aggregation: Aggregation, rejection_threshold: float = 0.5, clip_low: float = 0.2, clip_high: float = 0.28,
+) -> LossOutput:  # fmt: skip
+    """GRPO's clipped surrogate with the mask of DeepSeek-V3.2.
+
+        ∇J = Σₜ Mₜ ∇min(rₜA, clip(rₜ, 1-ε_low, 1+ε_high) A),   rₜ = π(yₜ; θ) / μ(yₜ; θ')
+        Mₜ = 0 if A < 0 and (1/|y|) Σₛ log μ(yₛ; θ')/π(yₛ; θ) > δ; else 1
+
+    π trainer's policy, of the present weights; μ rollout's policy, as the rollout reports it: both staleness and the
+    mismatch are in M. Equations (8) and (9) of https://arxiv.org/abs/2512.02556, whose π_old is μ, without its KL term.
+    A response of A > 0 is never dropped. A dropped one has no gradient and stays in the denominator.
+
+    Arguments, result and errors as in `grpo`, with `rollout_log_probs`, [B, T] floating, log μ(yₜ; θ') in nats, and
+    `rejection_threshold`, δ > 0 in nats per token, of which the paper prints none. M is a constant in the gradient.
+    `actor/rejected_fraction` is the share of dropped responses, `actor/is_weight_*` are of M.
+    """
+    limit = require_divergence(rejection_threshold, "rejection_threshold")
+    batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")
+    dropped_BT = (-batch.mean_log_ratio_B > limit).unsqueeze(-1) & (batch.advantages_BT < 0) & batch.valid_BT
+    batch = replace(batch, weights_BT=(~dropped_BT).to(batch.dtype))
+    output = surrogate_loss(batch, batch.ratio_BT, aggregation, (clip_low, clip_high))
+    return output.adding({"actor/rejected_fraction": reported.fraction(dropped_BT.any(dim=-1), batch.rows_B)})
 
 
 @policy_loss("vp_grpo_unclipped", "intervention: grpo without clipping", "arXiv 2510.26788 eq. (8)", Ratio("token"))

@@ -162,8 +162,8 @@ def _valid(mask):
 def measure_responses(pi, mu, mask, signs, begins, lengths):
     """Sum over the tokens of some responses.
 
-    Log π, log μ (float32 or float64), mask and advantages (`signs`) are flat arrays. `begins` [4, B] int64 says where
-    each response begins in them, `lengths` [B] int64 how long it is.
+    Log π, log μ (float32 or float64), mask and advantages (`signs`) are flat arrays. `begins` [B] int64 says where each
+    response begins in them, `lengths` [B] int64 how long it is.
 
     Returned are the 13 sums in the order of `TokenSums`; [2 CLASSES] tokens of each class, those with a negative gap
     apart, and their gaps; the [2 HALF] counts of the histogram; [2], tokens that are not finite, and others above 0;
@@ -180,9 +180,10 @@ def measure_responses(pi, mu, mask, signs, begins, lengths):
         unusable = 0
         for first in range(0, lengths[b], BLOCK):
             size = min(BLOCK, lengths[b] - first)
-            at = begins[:, b] + first
-            block_pi, block_mu = pi[at[0] : at[0] + size], mu[at[1] : at[1] + size]
-            block_mask, block_signs = mask[at[2] : at[2] + size], signs[at[3] : at[3] + size]
+            begin = begins[b] + first
+            end = begin + size
+            block_pi, block_mu = pi[begin:end], mu[begin:end]
+            block_mask, block_signs = mask[begin:end], signs[begin:end]
             valid = _valid(block_mask)
             if valid == 0:
                 continue

@@ -14,7 +14,7 @@ from typing_extensions import Self
 from verl_precision.base.mergeable import Count, merge_by_name
 from verl_precision.losses.clipping import ClipRange
 from verl_precision.mismatch.metric_names import BY_VERSION, STALE_FRACTION, behind
-from verl_precision.mismatch.packing import with_rows
+from verl_precision.mismatch.packing import flattened
 from verl_precision.mismatch.phantom import PhantomStatistics
 from verl_precision.mismatch.statistics import MismatchStatistics
 
@@ -44,15 +44,16 @@ class MismatchByVersion:
 
         `versions_behind` is that of each response; 0: sampled with the weights of `trainer_log_probs`.
         """
-        groups_B, found = torch.tensor(versions_behind, dtype=torch.int64).clamp(max=FURTHEST), {}
-        log_probs = {"trainer": trainer_log_probs, "rollout": rollout_log_probs}
+        log_probs = {"trainer_log_probs": trainer_log_probs, "rollout_log_probs": rollout_log_probs}
+        batch, found = flattened(log_probs, response_mask, advantages), {}
+        groups_B = torch.tensor(versions_behind, dtype=torch.int64).clamp(max=FURTHEST)
         for group in groups_B.unique().tolist():
-            mask = with_rows(response_mask, groups_B == group)
-            measured = MismatchStatistics.measure(*log_probs.values(), mask, advantages, ratio_threshold, ended=ended)
-            broken = measured.statistics["nonfinite_tokens"]  # by which engine takes a second look, where there is any
+            part = batch.only(groups_B == group)
+            measured = MismatchStatistics.of_batch(part, ratio_threshold, ended=ended)
+            broken = measured.statistics["nonfinite_tokens"]  # whose they are takes a second look, where there are any
             counts = {
-                f"nonfinite_{engine}_tokens": _nonfinite(each, mask) if broken.value() else broken
-                for engine, each in log_probs.items()
+                f"nonfinite_{engine}_tokens": _nonfinite(each, part.mask) if broken.value() else broken
+                for engine, each in zip(("trainer", "rollout"), part.log_probs, strict=True)
             }
             found[group] = MismatchStatistics({**measured.statistics, **counts})
         return cls(found)
@@ -79,8 +80,7 @@ class MismatchByVersion:
 
 
 def _nonfinite(log_probs: Tensor, mask: Tensor) -> Count:
-    values, valid = (tensor.values() if tensor.is_nested else tensor for tensor in (log_probs, mask))
-    return Count((~values.isfinite() & valid.bool()).sum()).on_cpu()
+    return Count((~log_probs.isfinite() & mask).sum()).on_cpu()
 
 
 def beta_of_current_version(
@@ -99,5 +99,7 @@ def beta_of_current_version(
     current_B = torch.tensor(versions_behind) == 0
     if not current_B.any():
         return PhantomStatistics()
-    mask, rollout = with_rows(response_mask, current_B), rollout_log_probs
-    return PhantomStatistics.measure(trainer_log_probs, rollout, rollout, mask, advantages, clip, ended=ended)
+    log_probs = {"trainer_log_probs": trainer_log_probs, "rollout_log_probs": rollout_log_probs}
+    batch = flattened(log_probs, response_mask, advantages).only(current_B)
+    trainer, rollout = batch.log_probs
+    return PhantomStatistics.of_batch(batch._replace(log_probs=(trainer, rollout, rollout)), clip, ended=ended)

@@ -8,7 +8,7 @@ go into `token_sums.py`.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,7 +20,7 @@ from verl_precision.base import mergeable
 from verl_precision.losses.settings import require_threshold
 from verl_precision.mismatch import fused
 from verl_precision.mismatch.fused import Measured
-from verl_precision.mismatch.packing import Chunk, packed_chunks
+from verl_precision.mismatch.packing import Chunk, FlatBatch, flattened, packed_chunks
 from verl_precision.mismatch.token_sums import (
     LARGEST_GAP_SQUARED,
     BinShares,
@@ -45,7 +45,6 @@ class MismatchStatistics(mergeable.StatisticSet):
     prefix: ClassVar[str] = "mismatch/"
 
     @classmethod
-    @torch.no_grad()
     def measure(
         cls,
         trainer_log_probs: Tensor,
@@ -76,10 +75,17 @@ class MismatchStatistics(mergeable.StatisticSet):
         Raises:
             ConfigurationError: If shapes, layouts, types or C do not fit.
         """
-        require_threshold(ratio_threshold, "ratio_threshold")
         log_probs = {"trainer_log_probs": trainer_log_probs, "rollout_log_probs": rollout_log_probs}
-        measure = fused.measure if fused.kernel_for(trainer_log_probs) else _measure_with_torch
-        found = measure(log_probs, response_mask, advantages, chunk_tokens)
+        return cls.of_batch(flattened(log_probs, response_mask, advantages), ratio_threshold, chunk_tokens, ended)
+
+    @classmethod
+    @torch.no_grad()
+    def of_batch(
+        cls, batch: FlatBatch, ratio_threshold: float, chunk_tokens: int | None = None, ended: Tensor | None = None
+    ) -> Self:
+        """Return the statistics of a batch of the trainer's and the rollout's log-probs; arguments as of `measure`."""
+        require_threshold(ratio_threshold, "ratio_threshold")
+        found = (fused.measure if fused.kernel_for(batch.mask) else _measure_with_torch)(batch, chunk_tokens)
         tokens = _token_statistics(found.sums) if found.sums is not None else {}
         responses = _response_statistics(found.log_ratio_B, found.length_B, ratio_threshold)
         final_gap_E = found.final_gap_B if ended is None else found.final_gap_B[ended.cpu()[found.whole_B]]
@@ -101,11 +107,8 @@ class MismatchStatistics(mergeable.StatisticSet):
         return {"mismatch/log_prob_gap": (gap_edges(), histogram.counts)} if histogram else {}  # type: ignore[attr-defined]
 
 
-def _measure_with_torch(
-    log_probs: Mapping[str, Tensor], response_mask: Tensor | None, advantages: Tensor | None, chunk_tokens: int | None
-) -> Measured:
-    chunks = packed_chunks(log_probs, response_mask, advantages, chunk_tokens)
-    counts, sums, *of_responses = zip(*map(_measure_chunk, chunks), strict=True)
+def _measure_with_torch(batch: FlatBatch, chunk_tokens: int | None) -> Measured:
+    counts, sums, *of_responses = zip(*map(_measure_chunk, packed_chunks(batch, chunk_tokens)), strict=True)
     merged = mergeable.merge_by_name({"": part} for part in sums if part is not None)
     return Measured(mergeable.merge_by_name(counts), merged.get(""), *map(torch.cat, of_responses))
 

@@ -12,26 +12,25 @@ from typing_extensions import Self
 
 from verl_precision.base.mergeable import Maximum, Mean, Statistic, StatisticSet
 from verl_precision.mismatch.metric_names import BY_VERSION, TOOL_FRACTION, TURNS_MAX, of_turn
-from verl_precision.mismatch.packing import like
+from verl_precision.mismatch.packing import flattened
 from verl_precision.mismatch.statistics import MismatchStatistics
 
 # This turn and all later ones are measured together.
 FURTHEST = 8
 
 
-def turns_of(response_mask: Tensor) -> Tensor:
-    """Return the number, from 1, of the turn in which the policy wrote each token; 0: it did not.
+def turns_of(mask_N: Tensor, offsets: Tensor) -> Tensor:
+    """Return [N] int64, the number, from 1, of the turn in which the policy wrote each token; 0: it did not.
 
-    The mask is [B, T], [T], or nested (torch.jagged), nonzero where the policy wrote the token; the result is int64, of
-    its shape and layout.
+    The mask is of flat responses, which begin at `offsets` ([B + 1]), and nonzero where the policy wrote the token.
     """
-    if response_mask.is_nested:
-        rows = [turns_of(row) for row in response_mask.unbind()]
-        return like(response_mask, torch.cat(rows))
-    mask = response_mask.bool()
-    begins = mask.clone()
-    begins[..., 1:] &= ~mask[..., :-1]
-    return begins.cumsum(-1) * mask
+    mask_N, lengths_B = mask_N.bool(), offsets.diff()
+    begins_N = mask_N.clone()
+    begins_N[1:] &= ~mask_N[:-1]
+    first_E = offsets[:-1][lengths_B > 0]
+    begins_N[first_E] = mask_N[first_E]
+    counted = torch.cat([begins_N.new_zeros(1, dtype=torch.int64), begins_N.cumsum(0)])
+    return (counted[1:] - counted[offsets[:-1]].repeat_interleave(lengths_B)) * mask_N
 
 
 @dataclass(frozen=True)
@@ -56,18 +55,19 @@ class MismatchByTurn(StatisticSet):
         each response where they are padded, tool output included. Padding and tool output never matter, whatever they
         hold.
         """
-        turns = turns_of(response_mask)
-        values = turns.values() if turns.is_nested else turns
-        written, most = values.count_nonzero().double().cpu(), int(values.max()) if values.numel() else 0
-        tokens = torch.tensor(float(values.numel())) if lengths is None else lengths.sum().double().cpu()
+        log_probs = {"trainer_log_probs": trainer_log_probs, "rollout_log_probs": rollout_log_probs}
+        batch = flattened(log_probs, response_mask, None)
+        turns_N = turns_of(batch.mask, batch.offsets)
+        written, most = turns_N.count_nonzero().double().cpu(), int(turns_N.max()) if len(turns_N) else 0
+        tokens = torch.tensor(float(len(turns_N))) if lengths is None else lengths.sum().double().cpu()
         found: dict[str, Statistic] = {
             TURNS_MAX: Maximum(torch.tensor(float(most))),
             TOOL_FRACTION: Mean(tokens - written, tokens),
         }
         for turn in range(1, min(most, FURTHEST) + 1):
             if most > 1:
-                of_turn_N = like(turns, values == turn if turn < FURTHEST else values >= turn)
-                whole = MismatchStatistics.measure(trainer_log_probs, rollout_log_probs, of_turn_N)
+                of_turn_N = turns_N == turn if turn < FURTHEST else turns_N >= turn
+                whole = MismatchStatistics.of_batch(batch._replace(mask=of_turn_N), ratio_threshold=3.0)
             found |= {of_turn(turn, name): statistic for name, statistic in whole.totals(BY_VERSION).items()}
         return cls.on_cpu(found)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
@@ -104,7 +105,7 @@ class TokenRecorder:
             factors = np.where(ours & (advantage != 0), decided.slopes / advantage, np.nan)
         ratio = np.expm1(np.clip(one.log_probs.numpy() - rollout.numpy(), None, _LARGEST_GAP), dtype=np.float64)
         moved = (np.abs(decided.slopes - advantage) + np.abs(advantage * ratio))[ours]
-        turn, prompt, response = turns_of(mask), row["prompts"], row["responses"]
+        turn, prompt, response = turns_of(mask, torch.tensor([0, len(mask)])), row["prompts"], row["responses"]
         text = pieces = None
         if self._text:
             decoded = self._trainer.tokenizer.decode(prompt.tolist())
