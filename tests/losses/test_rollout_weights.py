@@ -67,22 +67,6 @@ def test_verls_own_k2_and_k3_reject_what_they_say(rejection, limit, batch):
     assert torch.equal(kept_by_verl(*batch, rejection, limit), expected) and not torch.equal(expected, mask)
 
 
-def test_icepop_and_kpop_by_hand():
-    """Ratios 0.4, 0.6, 4 and 6 of IcePop's band; probabilities of KPop, whose band is wide for rare tokens.
-
-    0.001 -> 0.004: D is at most 0.0026 though the ratio is 4. 0.5 -> 0.75: 0.144 and 0.131. 0.9 -> 0.8: 0.037, 0.044.
-    """
-    ratios = torch.tensor([[0.4, 0.6, 4, 6]], dtype=torch.float64)
-    weights, kept, metrics = through_verl(ratios.log(), ONE.expand(1, 4), *ICEPOP)
-    torch.testing.assert_close(weights, ratios * torch.tensor([[0, 1, 1, 0]]))
-    assert kept.all() and metrics["rollout_corr/rollout_is_beyond_fraction"] == 0.5
-    trainer, rollout = torch.tensor([[[0.004, 0.75, 0.8]], [[0.001, 0.5, 0.9]]], dtype=torch.float64).log()
-    settings = {"rollout_is": "vp_kpop", "rollout_is_threshold": 0.1}
-    weights, kept, metrics = corrected(trainer, rollout, ONE.expand(1, 3), **settings)
-    torch.testing.assert_close(weights, torch.tensor([[4, 0, 0.8 / 0.9]], dtype=torch.float64))
-    assert kept.all() and metrics["rollout_corr/rollout_is_beyond_fraction"] == pytest.approx(1 / 3)
-
-
 def test_kpop_drops_a_token_that_one_policy_is_certain_of_and_holds_a_ratio_that_overflows():
     trainer, rollout = torch.tensor([[0.0, -0.5, -11.0]]), torch.tensor([[-0.5, 0.0, -110.0]])
     weights, _, _ = corrected(trainer, rollout, ONE.expand(1, 3), rollout_is="vp_kpop", rollout_is_threshold=0.1)

@@ -54,9 +54,9 @@ def _kernel() -> ModuleType | None:
     return fused_kernel
 
 
-def measure(batch: FlatBatch, chunk_tokens: int | None) -> Measured:
+def measure(batch: FlatBatch) -> Measured:
     """Measure a batch with the kernel, on as many threads as torch has; pieces are merged in their own order."""
-    pieces = list(slices(batch, PIECE_TOKENS if chunk_tokens is None else chunk_tokens))
+    pieces = list(slices(batch, PIECE_TOKENS))
     run = functools.partial(_measure_piece, batch)
     with ThreadPoolExecutor(min(torch.get_num_threads(), len(pieces))) as pool:
         return _merged(pool.map(run, pieces))

@@ -15,7 +15,7 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.mergeable import Count, Statistic
 
 # Tokens (padding included) taken at a time. On a CPU a chunk's float64 temporaries are then a few MiB, about the size
-# of the cache; `benchmarks/mismatch.py --chunk-tokens` shows the effect. A GPU wants few, large kernels.
+# of the cache. A GPU wants few, large kernels.
 CPU_CHUNK_TOKENS = 1 << 17
 GPU_CHUNK_TOKENS = 1 << 22
 
@@ -54,9 +54,10 @@ class Chunk:
         return self.lengths_R.cumsum(0) - 1
 
 
-def packed_chunks(batch: FlatBatch, chunk_tokens: int | None = None) -> Iterator[Chunk]:
+def packed_chunks(batch: FlatBatch) -> Iterator[Chunk]:
     """Yield the valid tokens of a batch in chunks of whole responses: at least one, which may be empty."""
-    for tokens, lengths_R in slices(batch, chunk_tokens):
+    size = CPU_CHUNK_TOKENS if batch.mask.device.type == "cpu" else GPU_CHUNK_TOKENS
+    for tokens, lengths_R in slices(batch, size):
         index_N = _positions(batch.mask[tokens])
         ends_R = torch.searchsorted(index_N, lengths_R.cumsum(0))
         of_tokens = [each[tokens].index_select(0, index_N).double() for each in batch.log_probs]
@@ -102,12 +103,8 @@ def flattened(log_probs: Mapping[str, Tensor], response_mask: Tensor | None, adv
     return FlatBatch(tuple(flat.values()), mask, signs, offsets)
 
 
-def slices(batch: FlatBatch, chunk_tokens: int | None) -> Iterator[tuple[slice, Tensor]]:
+def slices(batch: FlatBatch, chunk_tokens: int) -> Iterator[tuple[slice, Tensor]]:
     """Cut a batch into at least one piece of whole responses: its place in all tokens, and the responses' lengths."""
-    if chunk_tokens is None:
-        chunk_tokens = CPU_CHUNK_TOKENS if batch.mask.device.type == "cpu" else GPU_CHUNK_TOKENS
-    if chunk_tokens < 1:
-        raise ConfigurationError(setting="chunk_tokens", value=chunk_tokens, allowed="1 or more, or None")
     bounds, lengths, start = batch.offsets.tolist(), batch.offsets.diff(), 0
     while True:
         stop = min(start + 1, len(lengths))

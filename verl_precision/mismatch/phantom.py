@@ -39,7 +39,6 @@ class PhantomStatistics(StatisticSet):
         advantages: Tensor,
         clip: ClipRange | None = None,
         beta_in_ratio: bool = True,
-        chunk_tokens: int | None = None,
         ended: Tensor | None = None,
     ) -> Self:
         """Measure a batch, or a part of one, given as `MismatchStatistics.measure` takes it.
@@ -51,18 +50,17 @@ class PhantomStatistics(StatisticSet):
         """
         log_probs = {"trainer_log_probs": trainer_log_probs, "shadow_log_probs": shadow_log_probs}
         batch = flattened({**log_probs, "rollout_log_probs": rollout_log_probs}, response_mask, advantages)
-        return cls.of_batch(batch, clip, beta_in_ratio, chunk_tokens, ended)
+        return cls.of_batch(batch, clip, beta_in_ratio, ended)
 
     @classmethod
     @torch.no_grad()
     def of_batch(
-        cls, batch: FlatBatch, clip: ClipRange | None = None, beta_in_ratio: bool = True,
-        chunk_tokens: int | None = None, ended: Tensor | None = None,
-    ) -> Self:  # fmt: skip
+        cls, batch: FlatBatch, clip: ClipRange | None, beta_in_ratio: bool = True, ended: Tensor | None = None
+    ) -> Self:
         """Return the statistics of a batch of the trainer's, the shadow's and the rollout's log-probs."""
         statistics: list[dict[str, Statistic]] = []
         begin = 0
-        for chunk in packed_chunks(batch, chunk_tokens):
+        for chunk in packed_chunks(batch):
             statistics.append(chunk.counts)
             counted_R = chunk.whole_R
             if ended is not None:

@@ -52,7 +52,6 @@ class MismatchStatistics(mergeable.StatisticSet):
         response_mask: Tensor | None,
         advantages: Tensor | None = None,
         ratio_threshold: float = 3.0,
-        chunk_tokens: int | None = None,
         ended: Tensor | None = None,
     ) -> Self:
         """Measure a batch, or a part of one; whole responses, because a response's ratio cannot be merged from pieces.
@@ -63,7 +62,6 @@ class MismatchStatistics(mergeable.StatisticSet):
             response_mask: [B, T], nonzero where a token counts; with nested log-probs nested, or None for all.
             advantages: [B, T], nested, or [B]; only the sign matters. None leaves out the metrics by sign.
             ratio_threshold: C >= 1 of the shares of responses within C; the paper's is 3.
-            chunk_tokens: Tokens at a time; None fits the device. Does not change the result beyond float64 rounding.
             ended: [B] bool, the responses that came to an end by themselves; the others are left out of the metrics of
                 final tokens. None for all.
 
@@ -76,16 +74,14 @@ class MismatchStatistics(mergeable.StatisticSet):
             ConfigurationError: If shapes, layouts, types or C do not fit.
         """
         log_probs = {"trainer_log_probs": trainer_log_probs, "rollout_log_probs": rollout_log_probs}
-        return cls.of_batch(flattened(log_probs, response_mask, advantages), ratio_threshold, chunk_tokens, ended)
+        return cls.of_batch(flattened(log_probs, response_mask, advantages), ratio_threshold, ended)
 
     @classmethod
     @torch.no_grad()
-    def of_batch(
-        cls, batch: FlatBatch, ratio_threshold: float, chunk_tokens: int | None = None, ended: Tensor | None = None
-    ) -> Self:
+    def of_batch(cls, batch: FlatBatch, ratio_threshold: float = 3.0, ended: Tensor | None = None) -> Self:
         """Return the statistics of a batch of the trainer's and the rollout's log-probs; arguments as of `measure`."""
         require_threshold(ratio_threshold, "ratio_threshold")
-        found = (fused.measure if fused.kernel_for(batch.mask) else _measure_with_torch)(batch, chunk_tokens)
+        found = (fused.measure if fused.kernel_for(batch.mask) else _measure_with_torch)(batch)
         tokens = _token_statistics(found.sums) if found.sums is not None else {}
         responses = _response_statistics(found.log_ratio_B, found.length_B, ratio_threshold)
         final_gap_E = found.final_gap_B if ended is None else found.final_gap_B[ended.cpu()[found.whole_B]]
@@ -107,8 +103,8 @@ class MismatchStatistics(mergeable.StatisticSet):
         return {"mismatch/log_prob_gap": (gap_edges(), histogram.counts)} if histogram else {}  # type: ignore[attr-defined]
 
 
-def _measure_with_torch(batch: FlatBatch, chunk_tokens: int | None) -> Measured:
-    counts, sums, *of_responses = zip(*map(_measure_chunk, packed_chunks(batch, chunk_tokens)), strict=True)
+def _measure_with_torch(batch: FlatBatch) -> Measured:
+    counts, sums, *of_responses = zip(*map(_measure_chunk, packed_chunks(batch)), strict=True)
     merged = mergeable.merge_by_name({"": part} for part in sums if part is not None)
     return Measured(mergeable.merge_by_name(counts), merged.get(""), *map(torch.cat, of_responses))
 

@@ -67,7 +67,7 @@ class MismatchByTurn(StatisticSet):
         for turn in range(1, min(most, FURTHEST) + 1):
             if most > 1:
                 of_turn_N = turns_N == turn if turn < FURTHEST else turns_N >= turn
-                whole = MismatchStatistics.of_batch(batch._replace(mask=of_turn_N), ratio_threshold=3.0)
+                whole = MismatchStatistics.of_batch(batch._replace(mask=of_turn_N))
             found |= {of_turn(turn, name): statistic for name, statistic in whole.totals(BY_VERSION).items()}
         return cls.on_cpu(found)
 
