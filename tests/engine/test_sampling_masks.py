@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_precision.engine.log_probs import log_probs_and_entropy
-from verl_precision.engine.sampling_masks import pack, unpack
+from verl_precision.engine.log_probs import log_probs_and_entropy, pack, unpack
 
 V = 50
 LENGTHS, RESPONSES = (9, 4, 7), (6, 1, 3)

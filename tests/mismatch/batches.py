@@ -9,7 +9,7 @@ import plain_statistics
 import pytest
 import torch
 
-from verl_precision.losses.clipping import ClipRange
+from verl_precision.losses.settings import ClipRange
 from verl_precision.mismatch import fused, packing
 from verl_precision.mismatch.phantom import PhantomStatistics
 from verl_precision.mismatch.statistics import MismatchStatistics

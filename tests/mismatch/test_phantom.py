@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from verl_precision.losses.clipping import ClipRange
+from verl_precision.losses.settings import ClipRange
 from verl_precision.mismatch.phantom import PhantomStatistics
 
 GRPO = ClipRange(False, math.log(0.8), math.log(1.28))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl_precision.weight_sync.adapter import not_held
+from verl_precision.weight_sync.verify import not_held
 
 LAYERS = [f"layers.{layer}.self_attn.{leaf}" for layer in range(3) for leaf in ("q_proj", "o_proj")]
 NAMES = [f"base_model.model.model.{layer}.lora_{part}.weight" for layer in LAYERS for part in "AB"]

@@ -5,11 +5,10 @@
     rollout_weights   token_tis_weights (9), seq_mis_weights (10), geo_mask, icepop, kpop: with them `grpo` is those
     cispo             cispo
     dppo              dppo_tv, dppo_kl: a trust region of probabilities
-    clipping          what has a ratio in a loss and where it clips, stated for each loss, verl's too
     aggregation       from one value per token to the loss of a mini-batch
     ratios            checked inputs, ratios and their guards
     metrics           metrics that survive micro-batches and ranks
-    settings          bounds of C, the clip range and the constant; the rules of a config ask here (check/rules/loss.py)
+    settings          bounds of C, the clip range and the constant, where each loss clips; rules of a config ask here
     invariance        try_loss: does any loss depend on how a batch is cut?
     registry          POLICY_LOSSES: name -> entry; `policy_loss` adds one; the loss of a config
 

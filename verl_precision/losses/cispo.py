@@ -3,12 +3,11 @@
 from torch import Tensor
 
 from verl_precision.losses.aggregation import Aggregation
-from verl_precision.losses.clipping import Ratio
 from verl_precision.losses.grpo import weighted_loss
 from verl_precision.losses.metrics import LossOutput
 from verl_precision.losses.ratios import checked_batch
 from verl_precision.losses.registry import policy_loss
-from verl_precision.losses.settings import require_clip_range
+from verl_precision.losses.settings import Ratio, require_clip_range
 
 
 @policy_loss("vp_cispo", "the bounded ratio as a weight", "arXiv 2506.13585 eq. (4)", Ratio("token"))

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from verl_precision.losses.aggregation import Aggregation
-from verl_precision.losses.clipping import Ratio
 from verl_precision.losses.grpo import weighted_loss
 from verl_precision.losses.metrics import LossOutput, weight_statistics
 from verl_precision.losses.ratios import checked_batch
 from verl_precision.losses.registry import policy_loss
-from verl_precision.losses.settings import require_clip_range, require_threshold
+from verl_precision.losses.settings import Ratio, require_clip_range, require_threshold
 
 
 @policy_loss("vp_dppo_tv", "trust region of total variation", "arXiv 2602.04879, binary TV", Ratio("token"))

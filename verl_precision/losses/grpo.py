@@ -12,11 +12,10 @@ from torch import Tensor
 
 from verl_precision.losses import metrics as reported
 from verl_precision.losses.aggregation import Aggregation
-from verl_precision.losses.clipping import NO_RATIO, Ratio
 from verl_precision.losses.metrics import LossOutput
 from verl_precision.losses.ratios import Batch, bounded_, bounded_exp, checked_batch, loss_with_slope
 from verl_precision.losses.registry import policy_loss
-from verl_precision.losses.settings import require_clip_range, require_divergence
+from verl_precision.losses.settings import NO_RATIO, Ratio, require_clip_range, require_divergence
 
 
 @policy_loss("vp_grpo", "clipped surrogate without dual clip", "arXiv 2510.26788 eq. (8)", Ratio("token", "ratio"))

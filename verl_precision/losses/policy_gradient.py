@@ -12,11 +12,10 @@ from torch import Tensor
 
 from verl_precision.losses import metrics as reported
 from verl_precision.losses.aggregation import Aggregation
-from verl_precision.losses.clipping import Ratio
 from verl_precision.losses.metrics import LossOutput
 from verl_precision.losses.ratios import Batch, bounded_, bounded_exp, checked_batch, loss_with_slope
 from verl_precision.losses.registry import policy_loss
-from verl_precision.losses.settings import require_threshold
+from verl_precision.losses.settings import Ratio, require_threshold
 
 
 @policy_loss("vp_pg_seq_is", "importance weight of the response", "arXiv 2510.26788 eq. (5)", Ratio("sequence"))

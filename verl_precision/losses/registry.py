@@ -24,9 +24,8 @@ from typing_extensions import Self
 
 from verl_precision.base.errors import RegistrationError
 from verl_precision.losses.aggregation import Aggregation
-from verl_precision.losses.clipping import NO_RATIO, VERLS_RATIOS, Ratio, clip_range
 from verl_precision.losses.metrics import LossOutput
-from verl_precision.losses.settings import LossSettings
+from verl_precision.losses.settings import NO_RATIO, VERLS_RATIOS, LossSettings, Ratio, clip_range
 
 # What an equation calls the one tensor that verl calls `old_log_prob`, by the policy that it divides by.
 OLD_LOG_PROBS = ("rollout_log_probs", "proximal_log_probs")

@@ -2,8 +2,7 @@
 
 statistics      the gap between trainer and rollout: `MismatchStatistics`
 phantom         the gap split into alpha and beta, and phantom clipping: `PhantomStatistics`
-staleness       the same by how many versions of the weights a response is behind
-turns           the same by turn of an agent loop
+groups          the same by how many versions of the weights a response is behind, and by turn of an agent loop
 candidates      which responses' tokens a run keeps
 token_sums      what the metrics are made of: sums over tokens, their classes, the histogram of the gap
 fused           the same sums in one pass, by numba; fused_kernel: the compiled loops

@@ -6,7 +6,7 @@ With a shadow, a forward of the trainer's present weights in the rollout's preci
     alpha = log shadow(yₜ) - log μ(yₜ)     same precision, the policy's real change
 
 so alpha + beta = log π - log μ, the log-ratio of a loss in bypass mode. A token is clipped when the loss takes its
-clipped branch and its gradient is exactly zero (`losses.clipping.ClipRange` says where). It is phantom-clipped when
+clipped branch and its gradient is exactly zero (`losses.settings.ClipRange` says where). It is phantom-clipped when
 that is so with beta and would not be without. Sources: docs/metrics.md.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from verl_precision.base.mergeable import Mean, Share, Statistic, StatisticSet, merge_by_name, spread
-from verl_precision.losses.clipping import ClipRange
+from verl_precision.losses.settings import ClipRange
 from verl_precision.mismatch.packing import Chunk, FlatBatch, flattened, packed_chunks
 from verl_precision.mismatch.token_sums import CLASSES, ClassMean, class_totals, token_classes
 

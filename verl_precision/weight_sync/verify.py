@@ -9,14 +9,14 @@ import contextlib
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from verl_precision.weight_sync.manifest import bit_view, dtype_name
+from verl_precision.weight_sync.manifest import StreamDigest, bit_view, dtype_name
 
 _PROBE_ROWS = 4  # more than one: some layers have a kernel of their own for a single row
 
@@ -169,3 +169,35 @@ def _same_outputs(layer: Any, reference: Any, record: LayerRecord) -> bool:
 
 def _described(tensor: Tensor) -> str:
     return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
+
+def not_held(
+    sent: Mapping[str, Tensor], held: Iterable[tuple[str, Tensor]], dtype: torch.dtype, scaling: float
+) -> list[str]:
+    """Return, sorted, the names of an adapter's tensors that are not, to the bit, in the buffers of their layer.
+
+    `sent` are A and B under PEFT's names, `held` what the rollout's layers compute with, under names that end in
+    `.lora_A` or `.lora_B`. The rollout has rounded both to `dtype`, and then multiplied B by `scaling`. A layer's place
+    is its name from its number on: what stands before is not the same in both models. A tensor whose place the rollout
+    does not have may be in any buffer.
+    """
+    expected, found, places = StreamDigest(), StreamDigest(), list[str]()
+    for name, tensor in sent.items():
+        expected.add(name, tensor.to(dtype) * scaling if "lora_B" in name else tensor.to(dtype))
+    for name, tensor in held:
+        found.add(str(len(places)), tensor)
+        places.append(_place(name))
+    there = {(place, str(one)) for place, one in zip(places, found.fetch().values(), strict=True)}
+    there |= {("anywhere", digest) for _, digest in there}
+    return sorted(
+        name
+        for name, one in expected.fetch().items()
+        if ((place if (place := _place(name)) in places else "anywhere"), str(one)) not in there
+    )
+
+
+def _place(name: str) -> str:
+    """Return `layers.3.mlp.up_proj.lora_A` of `base_model.model.model.layers.3.mlp.up_proj.lora_A.weight`."""
+    parts = name.removesuffix(".weight").split(".")
+    first = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[first - 1 :])

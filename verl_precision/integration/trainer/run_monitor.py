@@ -31,15 +31,14 @@ from verl_precision.integration.trainer.logger_tables import log_histograms, log
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
 from verl_precision.integration.trainer.metrics_file import numbers_in
 from verl_precision.integration.trainer.session_advantages import advantages_by_session
-from verl_precision.losses.clipping import Ratio, clip_range
 from verl_precision.losses.registry import ratio_of
+from verl_precision.losses.settings import Ratio, clip_range
 from verl_precision.mismatch import metric_names as names
 from verl_precision.mismatch.alarm import Alarm, MismatchAlarm, act_on, remedies_in_use
 from verl_precision.mismatch.candidates import Candidates, lot_of
+from verl_precision.mismatch.groups import MismatchByTurn, MismatchByVersion, beta_of_current_version
 from verl_precision.mismatch.settings import MismatchSettings
-from verl_precision.mismatch.staleness import MismatchByVersion, beta_of_current_version
 from verl_precision.mismatch.statistics import MismatchStatistics
-from verl_precision.mismatch.turns import MismatchByTurn
 
 ALARM_FILE, STEP_METRICS = "mismatch_alarm.json", "step_metrics.json"
 # Of these metrics that the worker reports about an update of the actor, verl's prefix is taken off.

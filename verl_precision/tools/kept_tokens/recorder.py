@@ -21,7 +21,7 @@ from verl_precision.integration.trainer.logger_tables import log_table
 from verl_precision.integration.trainer.metrics_file import metrics_path
 from verl_precision.losses.registry import LossInUse
 from verl_precision.mismatch.candidates import Candidate, lot_of
-from verl_precision.mismatch.turns import turns_of
+from verl_precision.mismatch.groups import turns_of
 from verl_precision.tools.kept_tokens import kept_file
 from verl_precision.tools.kept_tokens.decisions import LOST, Tokens, decide
 from verl_precision.tools.kept_tokens.kept_file import KeptResponse, KeptSummary

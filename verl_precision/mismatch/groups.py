@@ -1,32 +1,34 @@
-"""The mismatch of responses by how many versions of the weights they are behind: staleness apart from precision.
+"""The mismatch of parts of a batch: by how many versions of the weights a response is behind, and by turn.
 
 A response of the current version was sampled with the weights that the trainer scores it with: its gap is precision
-alone. In asynchronous training others are older, and their gap is also what the policy has learned since.
+alone. In asynchronous training others are older, and their gap is also what the policy has learned since. A turn of an
+agent loop is a maximal run of tokens that the policy wrote, as the response mask tells; tool output is never counted.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from verl_precision.base.mergeable import Count, merge_by_name
-from verl_precision.losses.clipping import ClipRange
-from verl_precision.mismatch.metric_names import BY_VERSION, STALE_FRACTION, behind
+from verl_precision.base.mergeable import Count, Maximum, Mean, Statistic, StatisticSet, merge_by_name
+from verl_precision.losses.settings import ClipRange
+from verl_precision.mismatch.metric_names import BY_VERSION, STALE_FRACTION, TOOL_FRACTION, TURNS_MAX, behind, of_turn
 from verl_precision.mismatch.packing import flattened
 from verl_precision.mismatch.phantom import PhantomStatistics
 from verl_precision.mismatch.statistics import MismatchStatistics
 
-# Responses this many versions behind, or more, are measured together.
-FURTHEST = 3
+# Responses this many versions behind, or more, are measured together; and this turn with all later ones.
+FURTHEST_VERSION, FURTHEST_TURN = 3, 8
 
 
 @dataclass(frozen=True)
 class MismatchByVersion:
     """All `mismatch/...` metrics, mergeable."""
 
-    # versions behind, 0 to `FURTHEST` -> the statistics of these responses
+    # versions behind, 0 to `FURTHEST_VERSION` -> the statistics of these responses
     groups: Mapping[int, MismatchStatistics] = field(default_factory=dict)
 
     @classmethod
@@ -46,7 +48,7 @@ class MismatchByVersion:
         """
         log_probs = {"trainer_log_probs": trainer_log_probs, "rollout_log_probs": rollout_log_probs}
         batch, found = flattened(log_probs, response_mask, advantages), {}
-        groups_B = torch.tensor(versions_behind, dtype=torch.int64).clamp(max=FURTHEST)
+        groups_B = torch.tensor(versions_behind, dtype=torch.int64).clamp(max=FURTHEST_VERSION)
         for group in groups_B.unique().tolist():
             part = batch.only(groups_B == group)
             measured = MismatchStatistics.of_batch(part, ratio_threshold, ended=ended)
@@ -103,3 +105,61 @@ def beta_of_current_version(
     batch = flattened(log_probs, response_mask, advantages).only(current_B)
     trainer, rollout = batch.log_probs
     return PhantomStatistics.of_batch(batch._replace(log_probs=(trainer, rollout, rollout)), clip, ended=ended)
+
+
+def turns_of(mask_N: Tensor, offsets: Tensor) -> Tensor:
+    """Return [N] int64, the number, from 1, of the turn in which the policy wrote each token; 0: it did not.
+
+    The mask is of flat responses, which begin at `offsets` ([B + 1]), and nonzero where the policy wrote the token.
+    """
+    mask_N, lengths_B = mask_N.bool(), offsets.diff()
+    begins_N = mask_N.clone()
+    begins_N[1:] &= ~mask_N[:-1]
+    first_E = offsets[:-1][lengths_B > 0]
+    begins_N[first_E] = mask_N[first_E]
+    counted = torch.cat([begins_N.new_zeros(1, dtype=torch.int64), begins_N.cumsum(0)])
+    return (counted[1:] - counted[offsets[:-1]].repeat_interleave(lengths_B)) * mask_N
+
+
+@dataclass(frozen=True)
+class MismatchByTurn(StatisticSet):
+    """The metrics `mismatch/turn_<k>/...`, mergeable; none where no response has a second turn."""
+
+    prefix: ClassVar[str] = ""
+
+    @classmethod
+    @torch.no_grad()
+    def measure(
+        cls,
+        trainer_log_probs: Tensor,
+        rollout_log_probs: Tensor,
+        response_mask: Tensor,
+        whole: MismatchStatistics,
+        lengths: Tensor | None = None,
+    ) -> Self:
+        """Measure a batch, or a part of one, of tensors as `MismatchStatistics.measure` takes them.
+
+        `whole` are its statistics, which are those of turn 1 where there is no other. `lengths` is [B], the tokens of
+        each response where they are padded, tool output included. Padding and tool output never matter, whatever they
+        hold.
+        """
+        log_probs = {"trainer_log_probs": trainer_log_probs, "rollout_log_probs": rollout_log_probs}
+        batch = flattened(log_probs, response_mask, None)
+        turns_N = turns_of(batch.mask, batch.offsets)
+        written, most = turns_N.count_nonzero().double().cpu(), int(turns_N.max()) if len(turns_N) else 0
+        tokens = torch.tensor(float(len(turns_N))) if lengths is None else lengths.sum().double().cpu()
+        found: dict[str, Statistic] = {
+            TURNS_MAX: Maximum(torch.tensor(float(most))),
+            TOOL_FRACTION: Mean(tokens - written, tokens),
+        }
+        for turn in range(1, min(most, FURTHEST_TURN) + 1):
+            if most > 1:
+                of_turn_N = turns_N == turn if turn < FURTHEST_TURN else turns_N >= turn
+                whole = MismatchStatistics.of_batch(batch._replace(mask=of_turn_N))
+            found |= {of_turn(turn, name): statistic for name, statistic in whole.totals(BY_VERSION).items()}
+        return cls.on_cpu(found)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics by name."""
+        found = super().metrics()
+        return found if found.get(TURNS_MAX, 0) > 1 else {}

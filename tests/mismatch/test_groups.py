@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl_precision.mismatch.groups import FURTHEST_TURN, MismatchByTurn, turns_of
 from verl_precision.mismatch.statistics import MismatchStatistics
-from verl_precision.mismatch.turns import FURTHEST, MismatchByTurn, turns_of
 
 
 def nested(rows):
@@ -63,11 +63,13 @@ def test_a_single_turn_has_no_metric_of_its_own(layout):
 
 
 def test_late_turns_are_together():
-    mask = torch.tensor([1, 0] * (FURTHEST + 3))
+    mask = torch.tensor([1, 0] * (FURTHEST_TURN + 3))
     metrics = measured([-1.0 * mask], [-1.1 * mask], [mask]).metrics()
     turns = {name: value for name, value in metrics.items() if name.endswith("/tokens")}
-    assert turns == {f"mismatch/turn_{turn}/tokens": 4 if turn == FURTHEST else 1 for turn in range(1, FURTHEST + 1)}
-    assert metrics["mismatch/turns_max"] == FURTHEST + 3
+    assert turns == {
+        f"mismatch/turn_{turn}/tokens": 4 if turn == FURTHEST_TURN else 1 for turn in range(1, FURTHEST_TURN + 1)
+    }
+    assert metrics["mismatch/turns_max"] == FURTHEST_TURN + 3
 
 
 @settings(max_examples=40, deadline=None)
