@@ -35,7 +35,7 @@ LONG = (
     *("test_fused.py", "test_estimators_train.py", "test_releases.py", "test_install.py", "test_fork_server.py"),
     *("test_contract.py", "test_selftest_session.py", "test_rules.py", "test_presets.py", "test_worker.py"),
     *("test_sanity_arithmetic.py", "test_compare_runs.py", "test_change.py", "test_plugin.py", "test_checks.py"),
-    *("test_by_hand.py", "test_scales.py", "test_tensor_parallel.py", "test_live_page.py", "test_math_answers.py"),
+    *("test_by_hand.py", "test_scales.py", "test_live_page.py", "test_math_answers.py"),
     *("test_features.py", "test_preflight.py", "test_weights_out.py", "test_hostile_files.py", "test_run_identity.py"),
 )
 
