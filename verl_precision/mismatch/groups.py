@@ -82,7 +82,7 @@ class MismatchByVersion:
 
 
 def _nonfinite(log_probs: Tensor, mask: Tensor) -> Count:
-    return Count((~log_probs.isfinite() & mask).sum()).on_cpu()
+    return Count((~log_probs.isfinite() & mask.bool()).sum()).on_cpu()
 
 
 def beta_of_current_version(
@@ -112,13 +112,19 @@ def turns_of(mask_N: Tensor, offsets: Tensor) -> Tensor:
 
     The mask is of flat responses, which begin at `offsets` ([B + 1]), and nonzero where the policy wrote the token.
     """
-    mask_N, lengths_B = mask_N.bool(), offsets.diff()
+    begins_N = _turn_begins(mask_N, offsets)
+    counted = torch.cat([begins_N.new_zeros(1, dtype=torch.int64), begins_N.cumsum(0)])
+    return (counted[1:] - counted[offsets[:-1]].repeat_interleave(offsets.diff())) * mask_N.bool()
+
+
+def _turn_begins(mask_N: Tensor, offsets: Tensor) -> Tensor:
+    """Return [N] bool, the first tokens of turns."""
+    mask_N = mask_N.bool()
     begins_N = mask_N.clone()
     begins_N[1:] &= ~mask_N[:-1]
-    first_E = offsets[:-1][lengths_B > 0]
+    first_E = offsets[:-1][offsets.diff() > 0]
     begins_N[first_E] = mask_N[first_E]
-    counted = torch.cat([begins_N.new_zeros(1, dtype=torch.int64), begins_N.cumsum(0)])
-    return (counted[1:] - counted[offsets[:-1]].repeat_interleave(lengths_B)) * mask_N
+    return begins_N
 
 
 @dataclass(frozen=True)
@@ -145,9 +151,11 @@ class MismatchByTurn(StatisticSet):
         """
         log_probs = {"trainer_log_probs": trainer_log_probs, "rollout_log_probs": rollout_log_probs}
         batch = flattened(log_probs, response_mask, None)
-        turns_N = turns_of(batch.mask, batch.offsets)
-        written, most = turns_N.count_nonzero().double().cpu(), int(turns_N.max()) if len(turns_N) else 0
-        tokens = torch.tensor(float(len(turns_N))) if lengths is None else lengths.sum().double().cpu()
+        begins_E = _turn_begins(batch.mask, batch.offsets).nonzero().squeeze(1)
+        turns_B = torch.bincount(torch.searchsorted(batch.offsets, begins_E, right=True))
+        written, most = batch.mask.count_nonzero().double().cpu(), int(turns_B.max()) if len(turns_B) else 0
+        tokens = torch.tensor(float(len(batch.mask))) if lengths is None else lengths.sum().double().cpu()
+        turns_N = turns_of(batch.mask, batch.offsets) if most > 1 else batch.mask
         found: dict[str, Statistic] = {
             TURNS_MAX: Maximum(torch.tensor(float(most))),
             TOOL_FRACTION: Mean(tokens - written, tokens),

@@ -30,6 +30,8 @@ class FlatBatch(NamedTuple):
 
     def only(self, responses_B: Tensor) -> "FlatBatch":
         """Return the batch with the tokens of some responses (bool) alone."""
+        if responses_B.all():
+            return self
         inside = responses_B.to(self.mask.device).repeat_interleave(self.offsets.diff())
         return self._replace(mask=self.mask.bool() & inside)
 
