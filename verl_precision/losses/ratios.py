@@ -127,7 +127,7 @@ def loss_with_slope(batch: Batch, objective_B: Tensor, slope_BT: Tensor, aggrega
         scale = row_scale(batch.lengths_B, aggregation, slope_BT.dtype)
         value = -(torch.where(batch.rows_B, objective_B, 0) * scale).sum()
         per_token = -scale if scale.dim() == 0 else -scale.unsqueeze(-1)
-        gradient_BT = torch.where(batch.valid_BT, slope_BT, 0).mul_(per_token)
+        gradient_BT = torch.where(batch.valid_BT, slope_BT * per_token, 0)
     loss: Tensor = _GivenGradient.apply(batch.trainer_log_probs, value, gradient_BT)
     return loss
 
