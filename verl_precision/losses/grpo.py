@@ -188,12 +188,13 @@ def weighted_loss(
         low_BT, high_BT = (tokens & valid_BT for tokens in silenced)
         metrics["actor/clip_fraction_low"] = reported.fraction(low_BT, batch.lengths_B)
         metrics["actor/clip_fraction_high"] = reported.fraction(high_BT, batch.lengths_B)
+        lost_BT = low_BT | high_BT
         if bounds is not None:
             low, high = (advantages_BT.new_tensor(bound) for bound in bounds)
-            clipped_BT = low_BT | high_BT
-            objective_BT = bounded_(torch.where(high_BT, high, low) * advantages_BT)
-            objective_BT = torch.where(clipped_BT, objective_BT, slope_BT)
-        slope_BT = torch.where(low_BT | high_BT, 0, slope_BT)
+            held_BT = torch.where(high_BT, high, low).mul_(advantages_BT)
+            clipped_BT, objective_BT = lost_BT, torch.where(lost_BT, bounded_(held_BT), slope_BT)
+            del held_BT
+        slope_BT = torch.where(lost_BT, 0, slope_BT)
     if truncated is not None:
         truncated = truncated & valid_BT
         metrics["actor/truncated_fraction"] = reported.fraction(truncated, batch.lengths_B)
