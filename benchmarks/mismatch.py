@@ -32,7 +32,6 @@ def parse() -> argparse.Namespace:
     arguments.add_argument("--rows", type=int, default=1024, help="responses (default 1024)")
     arguments.add_argument("--tokens", type=int, default=4096, help="tokens of the longest response (default 4096)")
     arguments.add_argument("--threads", type=int, default=2, help="torch's threads (default 2)")
-    arguments.add_argument("--chunk-tokens", type=int, help="tokens at a time (default: as in training)")
     arguments.add_argument("--torch", action="store_true", help="measure ours without the compiled kernel")
     arguments.add_argument("--memory-of", choices=("ours", "verl's"), help="print the bytes of one call and stop")
     return arguments.parse_args()
@@ -52,7 +51,7 @@ def set_up(arguments: argparse.Namespace) -> None:
 
 
 def name(arguments: argparse.Namespace) -> str:
-    way = ", without the kernel" if fused.reason_for_torch(torch.zeros(1)) else ""
+    way = "" if fused.kernel_for(torch.zeros(1)) else ", without the kernel"
     return f"statistics of the mismatch, {arguments.rows} x {arguments.tokens} float32{way}"
 
 
@@ -87,7 +86,7 @@ def prepare(arguments: argparse.Namespace, rows: int, tokens: int) -> tuple[Call
     batch = DataProto.from_dict(tensors=tensors)
 
     def ours() -> dict[str, float]:
-        measured = MismatchStatistics.measure(trainer, rollout, mask, advantages, chunk_tokens=arguments.chunk_tokens)
+        measured = MismatchStatistics.measure(trainer, rollout, mask, advantages)
         return measured.metrics()
 
     def theirs() -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from verl_precision.losses.in_use import LossInUse
+from verl_precision.losses.registry import LossInUse
 from verl_precision.tools.kept_tokens.kept_file import DECISIONS, KeptResponse
 
 GRPO = LossInUse("grpo, bypass mode", "vp_grpo", {"clip_low": 0.2, "clip_high": 0.28})

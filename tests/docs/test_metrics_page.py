@@ -6,12 +6,11 @@ from pathlib import Path
 import torch
 
 from verl_precision.engine.router_replay import Choice, routing_agreement
-from verl_precision.losses.clipping import ClipRange
+from verl_precision.losses.settings import ClipRange
+from verl_precision.mismatch.groups import MismatchByTurn, MismatchByVersion
 from verl_precision.mismatch.metric_names import FAILED_MEASUREMENTS
 from verl_precision.mismatch.phantom import PhantomStatistics
-from verl_precision.mismatch.staleness import MismatchByVersion
-from verl_precision.mismatch.token_bins import PROBABILITY_BINS
-from verl_precision.mismatch.turns import MismatchByTurn
+from verl_precision.mismatch.token_sums import PROBABILITY_BINS
 from verl_precision.weight_sync.bf16_grid import CROSSINGS, OFF_GRID
 from verl_precision.weight_sync.canary import CANARY_BOUND, CANARY_GAP
 from verl_precision.weight_sync.report import SyncReport

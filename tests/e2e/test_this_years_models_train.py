@@ -1,4 +1,4 @@
-"""A step of RL with models of this year; the guard on them: tests/weight_sync/test_this_years_models.py."""
+"""A step of RL with models of this year; the guard on them: tests/weight_sync/test_witnesses.py."""
 
 import pytest
 

@@ -51,10 +51,7 @@ def test_masked_values_and_empty_rows_never_matter(mode):
 @pytest.mark.parametrize(("settings", "message"), [
     ({"mode": "token-average"}, "^mode='token-average'"),
     ({}, "^normalizer=None.*Pass Aggregation"),
-    ({"normalizer": 0}, "^normalizer=0"),
-    ({"normalizer": -3}, "^normalizer=-3"),
-    ({"normalizer": "512"}, "^normalizer='512'"),
-    ({"normalizer": float("nan")}, "^normalizer=nan"),
+    *(({"normalizer": value}, f"^normalizer={value!r}") for value in (0, -3, "512", float("nan"))),
     ({"normalizer": 6, "dp_size": 0}, "dp_size=0"),
     ({"normalizer": 6, "num_responses": 0}, "num_responses=0"),
     ({"normalizer": 6, "dp_size": 2}, "num_responses=None: with dp_size=2"),

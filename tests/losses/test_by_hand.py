@@ -1,4 +1,4 @@
-"""Numbers worked out by hand, limits, extremes, what is refused, and what holds for any numbers (by hypothesis).
+"""Limits, extremes, what is refused, and what holds for any numbers (by hypothesis).
 
 Direct use: plain tensors, no verl.
 """
@@ -20,78 +20,30 @@ LOSSES = [entry.function for entry in POLICY_LOSSES.values()]
 # The slope at a large ratio and A = -1 of those that no guard has to hold.
 BOUNDED = {losses.pg_seq_tis: 3.0, losses.pg_seq_mis: 0.0, losses.ratio_one: 1.0, losses.cispo: 6.0}
 BOUNDED |= {losses.dppo_tv: 20.0, losses.dppo_kl: 20.0}
-WEIGHTS = [losses.token_tis_weights, losses.seq_mis_weights]
+WEIGHTS, ONE_EACH = [losses.token_tis_weights, losses.seq_mis_weights], [torch.zeros(1, 1)] * 2
 
 
-@pytest.mark.parametrize(
-    ("loss", "value", "second", "largest"),
-    [(losses.pg_seq_is, 0.5, 0.75, 6), (losses.pg_seq_tis, 0.125, 0.375, 3), (losses.pg_seq_mis, -0.25, 0.0, 2)],
-)
-def test_policy_gradient_by_hand(loss, value, second, largest):
-    """Two responses of two tokens, N = 2, C_norm = 4, so each token's factor is -1/8 of w A.
-
-    Row 1: log ρ = (ln 2 - 0) + (0 - 0) = ln 2, ρ = 2, A = 1: inside C = 3, so w = 2 for all three: slope -2/8.
-    Row 2: log ρ = ln 2 + ln 3, ρ = 6, A = -1: IS w = 6, slope 6/8; TIS w = 3, slope 3/8; MIS w = 0.
-    Value: -(Σ w A) / 8 = -(2 - 6)/8, -(2 - 3)/8, -2/8.
-    """
-    trainer = torch.tensor([[math.log(2.0) - 1, -1.0], [math.log(2.0) - 1, math.log(3.0) - 1]])
-    rollout, advantages = torch.full((2, 2), -1.0), torch.tensor([1.0, -1.0])
-    found, gradient, metrics = run(loss, trainer, rollout, advantages, aggregation=Aggregation(normalizer=4))
-    assert found == pytest.approx(value, rel=1e-6)
-    torch.testing.assert_close(gradient, torch.tensor([[-0.25, -0.25], [second, second]]))
-    assert metrics["actor/is_weight_max"] == pytest.approx(largest, rel=1e-6)
-
-
-MASK = losses.off_policy_sequence_mask
-RATIOS = [math.log(1.5), math.log(0.5)]
 MEAN = {"aggregation": Aggregation("seq-mean-token-mean")}
-# One response: loss, log-ratios, A, settings; value (None: not looked at), gradient, metrics of actor/.
+# Beyond what the batches of test_equations.py have. One response: loss, log-ratios, A, settings; its gradient.
 BY_HAND = {
     # ρ = C exactly is kept: 1{ρ ≤ C}. Shown at 1, where exp is exact.
-    "the threshold is inclusive": (losses.pg_seq_mis, [0], 1.0, {"threshold": 1.0}, None, [-1], {}),
-    # ε 0.2/0.28: r = 1.5 is clipped for A > 0 only, r = 0.5 for A < 0 only. Values 1.28 + 0.5 and -1.5 - 0.8.
-    "grpo, A > 0": (losses.grpo, RATIOS, 1.0, {}, -1.78, [0, -0.5], {"clip_fraction_high": 0.5}),
-    "grpo, A < 0": (losses.grpo, RATIOS, -1.0, {}, 2.3, [1.5, 0], {"clip_fraction_low": 0.5}),
+    "the threshold is inclusive": (losses.pg_seq_mis, [0], 1.0, {"threshold": 1.0}, [-1]),
     # r = 100: verl's vanilla loss is held at clip_ratio_c = 3, its gradient 0; equation (8) says slope rA.
-    "grpo has no dual clip": (losses.grpo, [math.log(100)], -1.0, {}, None, [100], {}),
-    # 2 tokens: s = e^3e-4, inside (1 - 3e-4, 1 + 4e-4): slope -s/2 each, value -s. Then s = e^5e-4, beyond.
-    "gspo": (losses.gspo, [2e-4, 4e-4], 1.0, MEAN, -math.exp(3e-4), [-math.exp(3e-4) / 2] * 2, {}),
-    "gspo, clipped": (losses.gspo, [4e-4, 6e-4], 1.0, MEAN, None, [0, 0], {}),
+    "grpo has no dual clip": (losses.grpo, [math.log(100)], -1.0, {}, [100]),
     # A < 0 and s > e^10: verl clamps the log-ratio at 10, and its gradient is gone.
-    "gspo, s = e^11": (losses.gspo, [11], -1.0, MEAN, None, [math.exp(11)], {}),
-    "gspo, s = e^40": (losses.gspo, [40], -1.0, MEAN, None, [math.exp(40)], {}),
-    # mean log(μ/π) is 0.6 > δ = 0.5: with A < 0 the response is dropped, with A > 0 it is not. At 0.4 it never is.
-    "left, A < 0": (MASK, [-1, -0.2], -1.0, {}, 0, [0, 0], {"rejected_fraction": 1, "is_weight_ess_fraction": 0}),
-    "left, A > 0": (MASK, [-1, -0.2], 1.0, {}, None, [-math.exp(-1), -math.exp(-0.2)], {"rejected_fraction": 0}),
-    "not left": (MASK, [-0.7, -0.1], -1.0, {}, None, [0, math.exp(-0.1)], {"rejected_fraction": 0}),
-    # r = e, e^2, 1/e with bounds [0, 6]: weights e, 6 (held at the bound), 1/e, and no gradient is lost.
-    "cispo": (losses.cispo, [1, 2, -1], 1.0, {}, None, [-math.e, -6, -1 / math.e], {"truncated_fraction": 1 / 3}),
+    "gspo, s = e^11": (losses.gspo, [11], -1.0, MEAN, [math.exp(11)]),
+    "gspo, s = e^40": (losses.gspo, [40], -1.0, MEAN, [math.exp(40)]),
+    # mean log(μ/π) is 0.6 > δ = 0.5: with A > 0 the response is not dropped
+    "left, A > 0": (losses.off_policy_sequence_mask, [-1, -0.2], 1.0, {}, [-math.exp(-1), -math.exp(-0.2)]),
 }
 
 
 @pytest.mark.parametrize("case", BY_HAND)
 def test_one_response_by_hand(case):
-    loss, log_ratios, advantage, settings, expected, slopes, counted = BY_HAND[case]
+    loss, log_ratios, advantage, settings, slopes = BY_HAND[case]
     trainer = torch.tensor([log_ratios], dtype=torch.float64)
-    value, gradient, metrics = run(loss, trainer, torch.zeros_like(trainer), [advantage], **settings)
-    assert expected is None or value == pytest.approx(expected, rel=1e-12)
+    _, gradient, _ = run(loss, trainer, torch.zeros_like(trainer), [advantage], **settings)
     torch.testing.assert_close(gradient, torch.tensor([slopes], dtype=torch.float64), rtol=1e-10, atol=0)
-    assert {key: metrics[f"actor/{key}"] for key in counted} == pytest.approx(counted)
-
-
-def test_weights_by_hand():
-    """Row 1: log ρₜ = ln 2, -ln 4: token weights 2, 1/4; ρ = 1/2. Row 2: ln 2, ln 2: 2, 2; ρ = 4 > 3, rejected.
-
-    Row 3: ρ = e^-60: small ratios are never rejected.
-    """
-    two, quarter = math.log(2.0), -math.log(4.0)
-    log_ratio = torch.tensor([[two, quarter, torch.nan], [two, two, torch.inf], [-30, -30, 0]], dtype=torch.float64)
-    for weights_of, threshold, expected in (
-        (losses.token_tis_weights, 1.5, [[1.5, 0.25, 0], [1.5, 1.5, 0], [math.exp(-30), math.exp(-30), 0]]),
-        (losses.seq_mis_weights, 3.0, [[0.5, 0.5, 0], [0, 0, 0], [math.exp(-60), math.exp(-60), 0]]),
-    ):
-        weights = weights_of(log_ratio, torch.tensor([[1, 1, 0]] * 3), threshold)
-        torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -160,23 +112,13 @@ def test_an_update_is_made_whatever_the_ratio(loss, dtype):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_half_precision_inputs_are_computed_in_float32(loss):
-    trainer = torch.full((2, 3), -1.0, dtype=torch.bfloat16)
-    value, gradient, _ = run(loss, trainer, trainer, [1.0, -1.0])
-    assert gradient.dtype == torch.bfloat16 and value == 0.0
-
-
-@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(("place", "tensor", "message"), [
     (0, torch.zeros(2, 3, dtype=torch.long), "trainer_log_probs is torch.int64"),
     (0, torch.zeros(3), r"trainer_log_probs has shape \(3,\)"),
     (1, torch.zeros(2, 4), r"has shape \(2, 4\), trainer_log_probs \(2, 3\)"),
     (1, None, "_log_probs is NoneType. Allowed: a floating-point tensor"),
-    (2, torch.ones(3), r"advantages has shape \(3,\)"),
-    (3, torch.ones(3, 2), r"response_mask has shape \(3, 2\)"),
     (2, [1.0, -1.0], r"advantages is list. Allowed: a floating-point tensor. Pass torch\.as_tensor\(advantages\)"),
-    (2, torch.tensor([1, -1]), r"advantages is torch.int64.*Pass torch\.as_tensor\(advantages\)\.float\(\)"),
-    (2, torch.ones(2, 2), r"advantages has shape \(2, 2\).*\[responses, 1\]\)\. Give each response or token one"),
+    (2, torch.ones(2, 2), r"advantages has shape \(2, 2\).*\[responses, 1\]"),
     (3, [[1, 1, 1], [1, 1, 0]], "response_mask is list. Allowed: a tensor, nonzero where a token counts"),
 ])  # fmt: skip
 def test_wrong_tensors_are_refused(loss, place, tensor, message):
@@ -196,18 +138,18 @@ def test_an_advantage_of_each_response_may_have_a_dimension_of_its_own(loss):
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_wrong_log_ratios_are_refused(weights):
-    integer, wide = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 4)
-    for log_ratio, message in ((integer, "log_ratio is torch.int64"), (wide, r"has shape \(2, 4\)")):
-        with pytest.raises(ConfigurationError, match=message):
-            weights(log_ratio, torch.ones(2, 3), 3.0)
+@pytest.mark.parametrize(
+    ("log_ratio", "message"), [(torch.zeros(2, 3).long(), "is torch.int64"), (torch.zeros(2, 4), r"shape \(2, 4\)")]
+)
+def test_wrong_log_ratios_are_refused(weights, log_ratio, message):
+    with pytest.raises(ConfigurationError, match=message):
+        weights(log_ratio, torch.ones(2, 3), 3.0)
 
 
-@pytest.mark.parametrize("threshold", [0, -3.0, 0.55, "0.5_5", "3", None, True, math.nan, math.inf])
+@pytest.mark.parametrize("threshold", [-3.0, 0.55, "0.5_5", "3", None, True, math.nan, math.inf])
 @pytest.mark.parametrize("loss", [losses.pg_seq_tis, losses.pg_seq_mis, *WEIGHTS])
 def test_bad_threshold_is_refused(loss, threshold):
-    tensors = [torch.zeros(1, 1)] * (4 if loss in LOSSES else 2)
-    aggregation = {"aggregation": PER_TOKEN} if loss in LOSSES else {}
+    tensors, aggregation = ([torch.zeros(1, 1)] * 4, {"aggregation": PER_TOKEN}) if loss in LOSSES else (ONE_EACH, {})
     with pytest.raises(ConfigurationError, match=r"threshold=.*Allowed: one number >= 1.*Set it to 3\.0"):
         loss(*tensors, threshold=threshold, **aggregation)
 
@@ -237,19 +179,16 @@ def batches(draw, log_prob=LOG_PROB, advantage=ADVANTAGE):
     return matrix(log_prob), matrix(log_prob), matrix(advantage), matrix(st.booleans())
 
 
-@given(batch=batches(), mode=st.sampled_from(["seq-mean-token-sum-norm", "seq-mean-token-mean", "token-mean"]))
-def test_finite_in_finite_out(batch, mode):
+@given(
+    batch=st.one_of(batches(), batches(ANY_FLOAT32, ANY_FLOAT32)),
+    mode=st.sampled_from(["seq-mean-token-sum-norm", "seq-mean-token-mean", "token-mean"]),
+)
+def test_anything_in_finite_out(batch, mode):
+    finite = all(tensor.isfinite().all() for tensor in batch)
     for loss in LOSSES:
         value, gradient, metrics = run(loss, *batch, Aggregation(mode, normalizer=3))
         assert math.isfinite(value) and gradient.isfinite().all(), loss
-        assert not any(math.isinf(number) for number in metrics.values()), (loss, metrics)
-
-
-@given(batch=batches(ANY_FLOAT32, ANY_FLOAT32))
-def test_even_anything_in_finite_out(batch):
-    for loss in LOSSES:
-        value, gradient, _ = run(loss, *batch)
-        assert math.isfinite(value) and gradient.isfinite().all(), loss
+        assert not finite or not any(math.isinf(number) for number in metrics.values()), (loss, metrics)
 
 
 @given(batch=batches(), junk=ANY_FLOAT32)

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
 from verl_precision.losses import POLICY_LOSSES
-from verl_precision.losses.clipping import NO_RATIO, VERLS_RATIOS, ClipRange, Ratio, clip_range
 from verl_precision.losses.registry import ratio_of
+from verl_precision.losses.settings import NO_RATIO, VERLS_RATIOS, ClipRange, Ratio, clip_range
 
 # These take gradients away by other rules than a clip range: a divergence, and C.
 OTHER_RULES = {"dppo_tv", "dppo_kl", "vp_dppo_tv", "vp_dppo_kl", "vp_pg_seq_mis"}

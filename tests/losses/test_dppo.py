@@ -1,43 +1,13 @@
-"""DPPO by hand, where it is hard to compute, and beside verl's own."""
+"""DPPO where it is hard to compute, and beside verl's own."""
 
 import math
 
 import pytest
 import torch
 from composer import actor_config, compose_estimator
-from loss_calls import call, composed, run
+from loss_calls import call, composed
 
-from verl_precision.losses import dppo_kl, dppo_tv
 from verl_precision.losses.dppo import binary_kl
-
-LOSSES = {"dppo_tv": dppo_tv, "dppo_kl": dppo_kl}
-
-
-def slopes_of(loss, trainer, rollout, advantage: float):
-    """Return the slopes of one response of these probabilities, and the metrics."""
-    trainer, rollout = (torch.tensor([row], dtype=torch.float64).log() for row in (trainer, rollout))
-    _, gradient, metrics = run(loss, trainer, rollout, torch.tensor([advantage]).double())
-    return -gradient[0], metrics
-
-
-@pytest.mark.parametrize("loss", LOSSES.values())
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_a_rare_token_keeps_its_gradient_and_a_likely_one_loses_it(loss, advantage):
-    """0.001 -> 0.002 doubles the ratio and moves hardly any probability; 0.5 -> 0.8 is what PPO's clip would cut too;
-    0.9 -> 0.65 is within a ratio of 0.72. Each is masked only where the update would move it further.
-    """
-    trainer, rollout = [0.002, 0.8, 0.65], [0.001, 0.5, 0.9]
-    slopes, metrics = slopes_of(loss, trainer, rollout, advantage)
-    kept = [1, 0, 1] if advantage > 0 else [1, 1, 0]
-    expected = [keep * advantage * new / old for keep, new, old in zip(kept, trainer, rollout, strict=True)]
-    torch.testing.assert_close(slopes, torch.tensor(expected, dtype=torch.float64))
-    assert metrics[f"actor/clip_fraction_{'high' if advantage > 0 else 'low'}"] == pytest.approx(1 / 3)
-
-
-def test_the_ratio_is_truncated_at_c():
-    slopes, metrics = slopes_of(dppo_tv, [0.1], [0.001], 1.0)
-    assert slopes.item() == 20 and metrics["actor/truncated_fraction"] == 1
-    assert metrics["actor/ratio_max"] == pytest.approx(100), "the ratio as it is (T6)"
 
 
 @pytest.mark.parametrize(("trainer", "rollout", "expected"), [
@@ -60,7 +30,7 @@ def through_verl(name: str, trainer, old, config) -> float:
     return -leaf.grad.item()
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", ["dppo_tv", "dppo_kl"])
 def test_verls_own_truncates_at_three(kind):
     """A ratio of 10 of a rare token: verl's 20 is never reached, because the setting it reads has a default of 3."""
     config = actor_config(composed(kind), dp_size=1, batch_num_tokens=1, global_batch_size=1)

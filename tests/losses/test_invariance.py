@@ -6,8 +6,6 @@ order of the rows. The parameter is a vector w with log π = given + features ·
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from loss_calls import ESTIMATORS, VERL_DEFAULT, loss_through_verl
 from plain_equations import Case, case_for, relative_error
 from torch import Tensor
@@ -78,34 +76,13 @@ def test_order_of_rows(estimator):
     assert_invariant(estimator, [found], gradient(estimator, whole, [(whole, features)]))
 
 
-def test_ranks(tmp_path):
-    """1, 2 and 4 gloo processes; each has its share of the rows in micro-batches; gradients are averaged as by FSDP."""
-    expected = {}  # this composes the configs once, before the processes part
-    for estimator in ALL:
-        whole, features = mini_batch(estimator)
-        expected[estimator] = gradient(estimator, whole, [(whole, features)])
-    mp.start_processes(_one_rank, args=(str(tmp_path),), nprocs=max(RANKS), start_method="fork")
-    found = torch.load(tmp_path / "gradients.pt")
-    assert found.keys() == expected.keys()
-    for estimator, by_ranks in found.items():
-        assert_invariant(estimator, by_ranks, expected[estimator])
-
-
-def _one_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=max(RANKS))
-    groups = {size: dist.new_group(list(range(size))) for size in RANKS}
-    found: dict[str, list[Tensor]] = {estimator: [] for estimator in ALL}
-    for estimator in ALL:
-        whole, features = mini_batch(estimator)
-        for size, group in groups.items():
-            if rank < size:
-                mine = torch.arange(16).chunk(size)[rank].split(3)
-                pieces = [trimmed(whole.rows(rows), features[rows]) for rows in mine]
-                total = gradient(estimator, whole, pieces, dp_size=size)
-                dist.all_reduce(total, group=group)
-                found[estimator].append(total / size)
-    if rank == 0:
-        torch.save(found, f"{folder}/gradients.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+@pytest.mark.parametrize("estimator", ALL)
+def test_ranks(estimator):
+    """1, 2 and 4 ranks; each has its share of the rows in micro-batches; gradients are averaged, as by FSDP."""
+    whole, features = mini_batch(estimator)
+    found = []
+    for ranks in RANKS:
+        shares = [rows.split(3) for rows in torch.arange(16).chunk(ranks)]
+        of_ranks = [[trimmed(whole.rows(rows), features[rows]) for rows in share] for share in shares]
+        found.append(sum(gradient(estimator, whole, pieces, dp_size=ranks) for pieces in of_ranks) / ranks)
+    assert_invariant(estimator, found, gradient(estimator, whole, [(whole, features)]))

@@ -1,13 +1,16 @@
 """Random batches as lists of responses, and their padded and jagged tensors; comparison with a tolerance."""
 
+import contextlib
 import functools
 import math
 
 import numpy as np
 import plain_statistics
+import pytest
 import torch
 
-from verl_precision.losses.clipping import ClipRange
+from verl_precision.losses.settings import ClipRange
+from verl_precision.mismatch import fused, packing
 from verl_precision.mismatch.phantom import PhantomStatistics
 from verl_precision.mismatch.statistics import MismatchStatistics
 
@@ -62,13 +65,22 @@ def jagged(responses):
     return {name: torch.nested.nested_tensor(rows[name], layout=torch.jagged) for name in NAMES}, None
 
 
-def measured(responses, kind="mismatch", layout=padded, chunk_tokens=None, mask=None, **options):
+def measured(responses, kind="mismatch", layout=padded, mask=None, **options):
     """Measure a batch; `options` are those of the layout."""
     statistics, names, _, more = KINDS[kind]
     tensors, valid = layout(responses, **options)
     arguments = [*(tensors[name] for name in names), valid if mask is None else mask, tensors["advantage"]]
     ended = torch.tensor([plain_statistics.ended(response) for response in responses], dtype=torch.bool)
-    return statistics.measure(*arguments, chunk_tokens=chunk_tokens, ended=ended, **more)
+    return statistics.measure(*arguments, ended=ended, **more)
+
+
+@contextlib.contextmanager
+def in_pieces(tokens: int):
+    """Inside, batches are measured so many tokens at a time, by the kernel and by torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "CPU_CHUNK_TOKENS", tokens)
+        patch.setattr(fused, "PIECE_TOKENS", tokens)
+        yield
 
 
 def assert_close(found, expected, tolerance=1e-6):

@@ -11,8 +11,7 @@ import pytest
 
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError, MismatchAlarmError
 from verl_precision.mismatch import metric_names as names
-from verl_precision.mismatch.alarm import MismatchAlarm, act_on
-from verl_precision.mismatch.remedies import ADVICE, remedies_in_use
+from verl_precision.mismatch.alarm import ADVICE, MismatchAlarm, act_on, remedies_in_use
 from verl_precision.mismatch.settings import AlarmSettings
 from verl_precision.tools.runs.compare.summary import REWARD
 from verl_precision.tools.runs.read import read_metrics
@@ -23,7 +22,7 @@ NOISES = ["Gaussian", "Student t(2)", AR := "AR(1), phi 0.8"]
 HEALTHY = {
     **dict.fromkeys((names.NONFINITE_TRAINER, names.NONFINITE_ROLLOUT, "actor/" + names.NONFINITE_RESPONSES), 0.0),
     names.K3_KL: 1e-5, names.LOG_PROB_GAP: 3e-3, names.PROBS_PEARSON: 0.999, names.PROB_GAP_MIN: -0.3,
-    names.PROB_GAP_MAX: 0.4, names.BETA_BEYOND_CLIP: 1e-4, names.PHANTOM_CLIPPED: 1e-4,
+    names.PROB_GAP_MAX: 0.4, names.PHANTOM_CLIPPED: 1e-4,
     "actor/" + names.WEIGHT_ESS: 0.8, names.KEPT_RESPONSES: 0.9, names.KEPT_TOKENS: 0.9,
     "actor/" + names.REJECTED_TOKENS: 0.1,
     "actor/" + names.TOKEN_WEIGHT_ESS: 0.7, "actor/" + names.LOSS_SCALE: 65536.0, "actor/" + names.SKIPPED_STEPS: 0.0,
@@ -97,9 +96,6 @@ def test_every_check_has_its_advice_and_matching_precisions_comes_first():
     assert set(ADVICE) == {name for name, *_ in KINDS}
     for name in ("k3_growth", "gap_growth", "phantom_clipping", "extreme_prob_gap"):
         assert "precision=fp16" in ADVICE[name].try_first[0]
-
-
-def test_text_says_what_since_when_and_what_to_do():
     (raised,) = feed(MismatchAlarm(), HEALTHY | {names.PHANTOM_CLIPPED: 0.18}, 1, 5)
     said = "phantom_clipping", "step 5", "step 1", names.PHANTOM_CLIPPED, "0.18", "0.01", *raised.advice.try_first
     assert all(words in str(raised) for words in said)
@@ -110,9 +106,6 @@ def test_a_remedy_that_is_on_is_not_offered():
     for name, advice in ADVICE.items():
         offered = " ".join(advice.without(in_use).try_first)
         assert "precision=fp16" not in offered and "pg_seq_mis" not in offered and "verifies each" not in offered, name
-    alarm = MismatchAlarm(in_use=in_use)
-    (raised,) = feed(alarm, HEALTHY, 1, 40) + feed(alarm, HEALTHY | {names.K3_KL: 1e-3}, 41, 20)
-    assert "precision=fp16" not in str(raised) and "go back to a checkpoint" in str(raised)
     half = remedies_in_use("bf16", "bf16", weighs_sequences=False, verifies_syncs=False)
     assert "precision=fp16" in " ".join(ADVICE["k3_growth"].without(half).try_first)
     assert "precision=bf16" not in " ".join(ADVICE["trainer_not_finite"].without(half).try_first)
@@ -123,12 +116,6 @@ def test_sync_that_did_not_take_at_the_first_steps(pearson, metric):
     """VERL_FACTS: the stale tied head shows as a correlation near 0 from the start."""
     raised = feed(MismatchAlarm(), {names.PROBS_PEARSON: pearson, names.LOG_PROB_GAP: 4.2}, 1, 10)
     assert [(a.name, a.step, a.metric) for a in raised] == [("policies_differ", 2, metric)]
-
-
-def test_fp32_with_a_mismatch_of_zero_is_silent():
-    alarm, same = MismatchAlarm(), {names.PROBS_PEARSON: 1.0}
-    assert feed(alarm, {**same, names.K3_KL: 0.0, names.LOG_PROB_GAP: 0.0}, 1, 50) == []
-    assert feed(alarm, {**same, names.K3_KL: 5e-15, names.LOG_PROB_GAP: 1e-7}, 51, 50) == []
 
 
 def test_missing_nan_and_huge_values_do_not_break_it():
@@ -167,10 +154,10 @@ def state_with(name, **changes):
 
 @pytest.mark.parametrize("state", [
     {}, [], None, {"k3_growth": {"baseline": "x"}}, state_with("k3_growth", later=1),
-    *(state_with("k3_growth", baseline=value) for value in (None, "x", [math.nan] * 40, [math.inf], ["a"], [10**400])),
-    *(state_with("k3_growth", evidence=value) for value in (None, "1", math.nan, math.inf, 10**400, [])),
-    *(state_with("phantom_clipping", since=value) for value in ("x", 1.5, math.inf, [], {})),
-    *(state_with("phantom_clipping", active=value) for value in ("x", 1, None)),
+    *(state_with("k3_growth", baseline=value) for value in (None, [math.nan] * 40, ["a"], [10**400])),
+    *(state_with("k3_growth", evidence=value) for value in (None, "1", math.nan, 10**400)),
+    *(state_with("phantom_clipping", since=value) for value in ("x", 1.5)),
+    state_with("phantom_clipping", active=1),
 ])  # fmt: skip
 def test_a_foreign_state_is_refused_and_changes_nothing(state):
     alarm = MismatchAlarm()
@@ -194,10 +181,9 @@ def test_stop_ends_the_run_on_a_severe_alarm_only():
 
 
 @pytest.mark.parametrize(("name", "value"), [
-    ("on_alarm", "warn"), ("baseline_steps", 4), ("baseline_steps", 30.0), ("evidence_steps", 0),
-    ("persist_steps", True), ("skipped_steps", 0), ("allowed_growth", 1.0), ("allowed_growth", math.inf),
-    ("extreme_gap", 0.0), ("extreme_gap", 1.1), ("affected_fraction", math.nan), ("sync_pearson", 1.0),
-    ("sync_gap", 0), ("loss_scale_minimum", -1.0),
+    ("on_alarm", "warn"), ("baseline_steps", 4), ("baseline_steps", 30.0), ("persist_steps", True),
+    ("allowed_growth", 1.0), ("allowed_growth", math.inf), ("extreme_gap", 1.1), ("affected_fraction", math.nan),
+    ("sync_pearson", 1.0), ("loss_scale_minimum", -1.0),
 ])  # fmt: skip
 def test_bad_settings_are_refused_by_name(name, value):
     with pytest.raises(ConfigurationError, match=rf"alarm\.{name}=.*Allowed: .*\.$"):
@@ -262,6 +248,6 @@ def test_growth_is_found_in_time(rates, noise, doubling, latest):
     assert max(rates.growing(rates.NOISES[noise], 0.3, doubling, 100, seed)[0] for seed in range(5)) <= latest
 
 
-def test_growth_from_the_first_step_is_found_although_the_baseline_grows(rates):
-    delays = [rates.growing(rates.gaussian, 0.3, doubling, 0, 0)[0] for doubling in (10, 50, 200)]
-    assert delays[0] < 70 and delays[1] < 150 and delays[2] < 420
+@pytest.mark.parametrize(("doubling", "latest"), [(10, 70), (50, 150), (200, 420)])
+def test_growth_from_the_first_step_is_found_although_the_baseline_grows(rates, doubling, latest):
+    assert rates.growing(rates.gaussian, 0.3, doubling, 0, 0)[0] < latest

@@ -4,15 +4,15 @@ import pytest
 from hydra import compose, initialize_config_module
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.mismatch.settings import MismatchSettings, settings_of
+from verl_precision.mismatch.settings import AlarmSettings, MismatchSettings
 from verl_precision.presets import preset_names
 
 
 def test_block_with_alarm():
-    assert MismatchSettings.from_block(None) == MismatchSettings()
-    settings = MismatchSettings.from_block({"ratio_threshold": 2, "alarm": {"on_alarm": "stop", "baseline_steps": 9}})
-    assert settings.ratio_threshold == 2 and settings.enabled
-    assert settings.alarm.on_alarm == "stop" and settings.alarm.baseline_steps == 9
+    assert MismatchSettings.from_config({}) == MismatchSettings.from_config({"mismatch": None}) == MismatchSettings()
+    block = {"ratio_threshold": 2, "alarm": {"on_alarm": "stop", "baseline_steps": 9}}
+    alarm = AlarmSettings(on_alarm="stop", baseline_steps=9)
+    assert MismatchSettings.from_config({"mismatch": block}) == MismatchSettings(ratio_threshold=2, alarm=alarm)
 
 
 @pytest.mark.parametrize(("block", "message"), [
@@ -25,7 +25,7 @@ def test_block_with_alarm():
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(block, message):
     with pytest.raises(ConfigurationError, match=message):
-        MismatchSettings.from_block(block)
+        MismatchSettings.from_config({"mismatch": block})
 
 
 @pytest.mark.parametrize("group", ["precision", "estimator", "scale"])
@@ -36,4 +36,4 @@ def test_every_preset_alone_switches_it_on(group):
 
 
 def test_precision_presets_spell_out_the_defaults(compose_verl):
-    assert settings_of(compose_verl("+precision=fp16")) == MismatchSettings()
+    assert MismatchSettings.from_config(compose_verl("+precision=fp16")) == MismatchSettings()

@@ -102,13 +102,13 @@ class EnginePair:
             for weights, settings in self._streams(rank):
                 self._send(rank, damage(send_with_manifest(weights, box.new_address())), settings)
             reports.append(box.take())
-            assert reports[-1] is not None, "the receiver did not answer"
+        assert None not in reports, "a receiver did not answer"
         return reports
 
     def canary(self) -> CanaryVerdict:
         """Score the canary on both sides, and judge."""
         answers = {rank: self._ask(engine) for rank, engine in enumerate(self.engines)}
-        trainer = {rank: self._score(tokens)[:, -log_probs.shape[1] :] for rank, (tokens, log_probs) in answers.items()}
+        trainer = {rank: self.score(tokens)[:, -log_probs.shape[1] :] for rank, (tokens, log_probs) in answers.items()}
         return self.judge.judge(trainer, {rank: log_probs for rank, (_, log_probs) in answers.items()})
 
     def _streams(self, rank: int) -> Iterable[tuple[Iterable[tuple[str, Tensor]], dict]]:
@@ -132,7 +132,7 @@ class EnginePair:
             send(stream, handle, lambda: engine.collective_rpc("update_weights_from_ipc", kwargs=arguments))
         engine.reset_prefix_cache()
 
-    def _score(self, tokens: Tensor) -> Tensor:
+    def score(self, tokens: Tensor) -> Tensor:
         """Score as verl's FSDP engine does: FP32 weights, autocast, FP32 log-probs."""
         with torch.no_grad(), torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32):
             logits = self.model(input_ids=tokens).logits
@@ -163,8 +163,8 @@ class WorkerPair:
 
     def __init__(self, architecture: str = "qwen3", dtype: str = "float32", **arguments) -> None:
         path = str(cached_tiny_model(architecture))
-        settings = {"model": path, "dtype": dtype, "load_format": "dummy", "enforce_eager": True, **arguments}
-        self.config = EngineArgs(**settings).create_engine_config()
+        settings = {"model": path, "dtype": dtype, "load_format": "dummy", "enforce_eager": True}
+        self.config = EngineArgs(**settings, **arguments).create_engine_config()
         self.context = lambda: set_current_vllm_config(self.config)  # in which vLLM builds and runs a model
         with self.context():
             self.model = get_model(vllm_config=self.config)
@@ -187,8 +187,7 @@ class WorkerPair:
     @torch.no_grad()
     def head_gap(self) -> float:
         """Largest difference of the output head's result on one hidden state, relative to its size."""
-        hidden = torch.randn(3, self.trainer.config.hidden_size, generator=torch.Generator().manual_seed(1))
-        head = self.model.lm_head
+        head, hidden = self.model.lm_head, torch.randn(3, self.trainer.config.hidden_size)
         ours = head.quant_method.apply(head, hidden.to(head.params_dtype), bias=None).float()
         theirs = self.trainer.lm_head(hidden)
         return float((ours[:, : theirs.shape[1]] - theirs).abs().max() / theirs.abs().max())

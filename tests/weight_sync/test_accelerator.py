@@ -1,22 +1,29 @@
 """The guard as it runs on an accelerator, on vLLM's own models: without a reload, and parameters stay as loaded.
 
 What a CPU does of its own is put aside. The worker's device is not known yet, as vLLM leaves it on some platforms, and
-linear and expert kernels keep weights as they are. The transfer buffer is shared memory, which cannot be released while
-anything holds a view of it.
+linear and expert kernels keep weights as they are.
 """
 
+import os
+import traceback
 import weakref
+from pathlib import Path
 
+import forked
 import pytest
 import torch
 import verl  # noqa: F401 - loads the plugin
 from engine_pair import WorkerPair, move, without
+from verl.plugin.platform import set_platform
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 
 from verl_precision.base.errors import WeightSyncError
+from verl_precision.integration.cpu.platform import PlatformCPU
 from verl_precision.integration.rollout import load_recorder, weight_sync_worker
 from verl_precision.weight_sync.manifest import StreamDigest
 
@@ -142,3 +149,30 @@ def test_what_is_kept_is_this_ranks_part_in_the_rollouts_dtype(pair, monkeypatch
 def test_nothing_is_digested_where_no_manifest_comes(pair, monkeypatch):
     monkeypatch.setattr(StreamDigest, "add", lambda self, name, tensor: 1 // 0)
     pair("qwen3").sync(manifest=False)
+
+
+def one_of_two(rank: int, folder: str) -> None:
+    set_platform(PlatformCPU())
+    torch.set_num_threads(1)
+    try:
+        with set_current_vllm_config(VllmConfig()), pytest.MonkeyPatch.context() as patch:
+            like_an_accelerator(patch)
+            init_distributed_environment(2, rank, f"file://{folder}/rendezvous", rank, backend="gloo")
+            initialize_model_parallel(2, 1)
+            for architecture in ("qwen3_tied", "qwen3_moe"):
+                pair = AcceleratorPair(architecture, tensor_parallel_size=2)
+                part, whole = (one.model.layers[0].self_attn.o_proj.weight for one in (pair.model, pair.trainer))
+                assert part.shape[1] * 2 == whole.shape[1]
+                assert_takes(pair, syncs=2)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def test_syncs_take_with_tensor_parallel_2(tmp_path):
+    """Each rank holds half a model, in a new process: one that is forked from this one hangs by torch's locks."""
+    folders = [str(folder) for folder in Path(__file__).parents[:2]]
+    script = f"import sys\nsys.path += {folders!r}\nfrom test_accelerator import one_of_two\none_of_two("
+    ident = f"vp{os.getpid()}"
+    forked.ranks(2, lambda rank: f"{script}{rank}, {str(tmp_path)!r})", tmp_path, VLLM_DIST_IDENT=ident)

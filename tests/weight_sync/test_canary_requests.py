@@ -59,14 +59,13 @@ def _tokenizer():
     return AutoTokenizer.from_pretrained(cached_tiny_model("qwen3"))
 
 
-@pytest.fixture(scope="module")
-def canary():
-    config = compose_recipe(QUICKSTART, ["precision=fp16"])
-    return lambda **settings: canary_of(config, **settings)
+@functools.cache
+def _composed(*overrides: str):
+    return compose_recipe(QUICKSTART, list(overrides))
 
 
-def canary_of(config, **settings) -> TrainerCanary:
-    config = copy.deepcopy(config)
+def canary(*overrides: str, precision: str = "fp16", **settings) -> TrainerCanary:
+    config = copy.deepcopy(_composed(f"precision={precision}", *overrides))
     OmegaConf.update(config, "weight_sync.canary", settings, merge=False)
     return TrainerCanary(SimpleNamespace(config=config))
 
@@ -87,8 +86,8 @@ def _one_sync(canary, replicas, workers=None) -> dict[str, float]:
     return canary.judge(workers or Workers())
 
 
-@pytest.mark.parametrize(("sequences", "ranks", "rows"), [(2, 1, 2), (2, 2, 2), (2, 3, 3), (4, 3, 6), (1, 4, 4)])
-def test_healthy_replicas_and_each_rank_scores_its_rows_in_one_forward(canary, healthy, sequences, ranks, rows):
+@pytest.mark.parametrize(("sequences", "ranks", "rows"), [(2, 1, 2), (2, 3, 3), (4, 3, 6)])
+def test_healthy_replicas_and_each_rank_scores_its_rows_in_one_forward(healthy, sequences, ranks, rows):
     workers = Workers(world_size=ranks)
     metrics = _one_sync(canary(sequences=sequences), healthy, workers)
     assert metrics["weight_sync/canary_gap"] == 0.0 < metrics["weight_sync/canary_bound"]
@@ -99,27 +98,21 @@ def test_healthy_replicas_and_each_rank_scores_its_rows_in_one_forward(canary, h
 @pytest.mark.parametrize("off_by", [0.0, 2.0])
 def test_replicas_that_serve_an_adapter_continue_the_first_half(off_by):
     """Each of two replicas continues two sequences, and the trainer scores all four."""
-    overrides = ["precision=fp16", "actor_rollout_ref.model.lora_rank=8", "weight_sync.canary.action=log"]
-    config, workers = compose_recipe(QUICKSTART, overrides), Workers(LOG_PROB + off_by, world_size=1)
-    replicas = [_replica(rank, "continues") for rank in range(2)]
-    metrics = _one_sync(TrainerCanary(SimpleNamespace(config=config)), replicas, workers)
-    assert metrics["weight_sync/canary_gap"] == off_by
-    assert workers.rows == 4
+    adapted, workers = canary("actor_rollout_ref.model.lora_rank=8", action="log"), Workers(LOG_PROB + off_by, 1)
+    metrics = _one_sync(adapted, [_replica(rank, "continues") for rank in range(2)], workers)
+    assert metrics["weight_sync/canary_gap"] == off_by and workers.rows == 4
 
 
-@pytest.mark.parametrize(("overrides", "dtype"), [
-    (["precision=fp32_train_bf16_rollout"], "bfloat16"),
-    (["precision=fp32_train_fp16_rollout"], "float16"),
-    (["precision=fp16_train_bf16_rollout"], "bfloat16"),
-    (["precision=bf16"], None),  # both have the same rounded weights
-    (["precision=bf16_train_fp16_rollout"], None),
-    (["precision=fp32_train_bf16_rollout", "actor_rollout_ref.model.lora_rank=8"], None),
+@pytest.mark.parametrize(("precision", "dtype", "overrides"), [
+    ("fp32_train_bf16_rollout", "bfloat16", ()),
+    ("fp16_train_bf16_rollout", "bfloat16", ()),
+    ("bf16_train_fp16_rollout", None, ()),  # both have the same rounded weights
+    ("fp32_train_bf16_rollout", None, ("actor_rollout_ref.model.lora_rank=8",)),
 ])  # fmt: skip
-def test_the_trainer_scores_with_weights_as_coarse_as_the_rollouts(overrides, dtype, healthy):
+def test_the_trainer_scores_with_weights_as_coarse_as_the_rollouts(precision, dtype, overrides, healthy):
     """A trainer whose weights drift from a BF16 rollout by less than it can see is no wrong sync."""
-    config, workers = compose_recipe(QUICKSTART, overrides), Workers(world_size=1)
-    replicas = [_replica(0, "continues")] if len(overrides) > 1 else healthy[:1]
-    _one_sync(canary_of(config), replicas, workers)
+    replicas, workers = [_replica(0, "continues")] if overrides else healthy[:1], Workers(world_size=1)
+    _one_sync(canary(*overrides, precision=precision), replicas, workers)
     assert workers.rounded_to == [dtype]
 
 
@@ -127,32 +120,30 @@ def test_the_trainer_scores_with_weights_as_coarse_as_the_rollouts(overrides, dt
     ([], 2**-10),
     (["rollout.quantization=fp8"], 2**-3),
     (["+rollout.engine_kwargs.vllm.kv_cache_dtype=fp8_e5m2"], 2**-2),
-    (["+rollout.engine_kwargs.vllm.quantization=torchao"], 2**-1),
     (["+rollout.engine_kwargs.vllm.kv_cache_dtype=bfloat16"], 2**-10),
 ])  # fmt: skip
 def test_the_bound_is_of_the_coarsest_grid_of_the_rollout(overrides, eps, healthy):
     """Mean |log π| is -LOG_PROB, so the bound is min(16 ε, max(0.15, ε)) · (1 - LOG_PROB)."""
     overrides = [text.replace("rollout.", "actor_rollout_ref.rollout.", 1) for text in overrides]
-    config = compose_recipe(QUICKSTART, ["precision=fp16", *overrides])
-    metrics = _one_sync(canary_of(config), healthy[:1])
+    metrics = _one_sync(canary(*overrides), healthy[:1])
     bound = min(16 * eps, max(0.15, eps)) * (1 - LOG_PROB)
     assert metrics["weight_sync/canary_bound"] == pytest.approx(bound)
 
 
-def test_only_every_nth_sync_is_asked(canary, healthy):
+def test_only_every_nth_sync_is_asked(healthy):
     every_second = canary(every_n_syncs=2)
     assert [bool(_one_sync(every_second, healthy)) for _ in range(4)] == [True, False, True, False]
     assert _one_sync(canary(every_n_syncs=0), healthy) == {}
 
 
-def test_a_replica_with_other_log_probs_ends_the_run_or_with_action_log_only_says_so(canary, healthy, caplog):
+def test_a_replica_with_other_log_probs_ends_the_run_or_with_action_log_only_says_so(healthy, caplog):
     with pytest.raises(WeightSyncError, match=r"Canary of weight sync 0: replica 0: .* differ .* by 2 nats"):
         _one_sync(canary(), healthy[:1], Workers(LOG_PROB + 2))
     assert _one_sync(canary(action="log"), healthy[:1], Workers(LOG_PROB + 2))["weight_sync/canary_gap"] == 2.0
     assert "Canary of weight sync 0: replica 0" in caplog.text
 
 
-def test_a_prefix_cache_that_outlives_a_sync_is_named(canary, healthy):
+def test_a_prefix_cache_that_outlives_a_sync_is_named(healthy):
     one, replicas = canary(), [healthy[0], _replica(1, "keeps its cache")]
     _one_sync(one, replicas)
     with pytest.raises(WeightSyncError, match="replica 1: it read 16 tokens from a prefix cache that older"):
@@ -164,7 +155,7 @@ def test_a_prefix_cache_that_outlives_a_sync_is_named(canary, healthy):
     ("dies", "replica 1 failed to answer"),
     ("raises", "replica 1 failed to answer: .*engine core is dead"),
 ])  # fmt: skip
-def test_a_replica_that_does_not_answer_is_named_and_nothing_hangs(canary, healthy, behaviour, message):
+def test_a_replica_that_does_not_answer_is_named_and_nothing_hangs(healthy, behaviour, message):
     replicas = [healthy[0], _replica(1, behaviour)]
     ray.get([replica.server_handle.__ray_ready__.remote() for replica in replicas])
     with pytest.raises(WeightSyncError, match=message):
@@ -175,7 +166,7 @@ def test_a_replica_that_does_not_answer_is_named_and_nothing_hangs(canary, healt
     ("has none", Workers(), "replica 0 returns no log-probs"),
     ("answers", Workers(error=RuntimeError("no engine")), "the trainer could not score it (RuntimeError: no engine)"),
 ])  # fmt: skip
-def test_a_canary_that_cannot_work_is_off_says_so_once_and_the_run_goes_on(canary, caplog, behaviour, workers, why):
+def test_a_canary_that_cannot_work_is_off_says_so_once_and_the_run_goes_on(caplog, behaviour, workers, why):
     blind, replicas = canary(), [_replica(0, behaviour)]
     with caplog.at_level(logging.WARNING, logger="verl_precision.weight_sync"):
         assert [_one_sync(blind, replicas, workers) for _ in range(3)] == [{}, {}, {}]

@@ -31,11 +31,6 @@ def test_reports_of_a_sync_are_added_and_come_back_once(own_folder, written, tak
     assert list(own_folder.iterdir()) == []
 
 
-def test_metrics():
-    wanted = {"verified_layers": 35.0, "unverified_layers": 2.0, "seconds": 0.5, "weights_digest": 0.0}
-    assert SyncReport(35, 2, 0.5).metrics() == {f"weight_sync/{name}": value for name, value in wanted.items()}
-
-
 def test_what_ended_processes_left_is_removed_and_what_is_awaited_stays(own_folder):
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
     awaited, foreign = f"vp-weight-sync-{os.getpid()}-0b.json", "vp-weight-sync-notes.json"

@@ -11,9 +11,13 @@ from torch import nn
 from verl_precision.weight_sync.verify import LayerRecord, NotVerifiableError, default_dtype, find_damage
 
 
-def _method(process, apply=None) -> SimpleNamespace:
+def _method(process, **apply) -> SimpleNamespace:
     """A layer's method in vLLM: it packs weights after loading and, unless the guard cannot call it, computes."""
-    return SimpleNamespace(process_weights_after_loading=process, **({"apply": apply} if apply else {}))
+    return SimpleNamespace(process_weights_after_loading=process, **apply)
+
+
+def _hide(layer) -> None:
+    layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
 
 def _pack(layer) -> None:
@@ -23,15 +27,11 @@ def _pack(layer) -> None:
     """
     packed = layer.weight.detach().t().contiguous()
     layer.cpu_linear = lambda x, weight, bias: x.float() @ packed.float()
-    layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+    _hide(layer)
 
 
 def _compute(layer, x, bias=None) -> torch.Tensor:
     return layer.cpu_linear(x, layer.weight, bias)
-
-
-def _hide(layer) -> None:
-    layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
 
 def _rename(layer) -> None:
@@ -42,7 +42,7 @@ def _rename(layer) -> None:
 
 
 WIDTHS = itertools.count(1)
-PACKED = _method(_pack, _compute)
+PACKED = _method(_pack, apply=_compute)
 # As the causal convolution on AMX: the parameter itself is packed.
 PACKED_IN_PLACE = _method(lambda layer: layer.weight.copy_(layer.weight.flip(0)))
 HIDDEN = _method(_hide)  # a kernel nobody has told the guard about: emptied weight, and nothing to call
@@ -50,7 +50,7 @@ HIDDEN = _method(_hide)  # a kernel nobody has told the guard about: emptied wei
 RESHAPED = _method(lambda layer: setattr(layer.weight, "data", layer.weight.data.reshape(-1, next(WIDTHS))))
 RENAMED = _method(_rename)
 BREAKS = _method(lambda layer: 1 // 0)  # post-processing that works once only
-UNSTEADY = _method(_pack, lambda layer, x, bias=None: _compute(layer, x) + torch.rand(()))  # another result each time
+UNSTEADY = _method(_pack, apply=lambda layer, x, bias=None: _compute(layer, x) + torch.rand(()))
 
 
 def _load(param, loaded_weight) -> None:
@@ -72,8 +72,7 @@ def _layer(method, sent: torch.Tensor, held: torch.Tensor, built_under: torch.dt
 def _damage(method, damaged=False, built_under=torch.bfloat16, model_dtype=torch.bfloat16):
     sent = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)).to(model_dtype)
     held = sent.clone()
-    if damaged:
-        held[2, 3] += 1
+    held[2, 3] += int(damaged)
     layer, record = _layer(method, sent, held, built_under)
     return find_damage(layer, record, repack=True, model_dtype=model_dtype)
 
@@ -93,7 +92,7 @@ def test_a_damaged_packed_copy_is_proof(method):
 
 @pytest.mark.parametrize(("method", "reason"), [
     (HIDDEN, "packed copy that this guard cannot run"),
-    (RESHAPED, r"weight is bfloat16\[\d+, \d+\], and bfloat16\[\d+, \d+\] in a layer built afresh"),
+    (RESHAPED, r"weight is bfloat16\[\d+, \d+\], and bfloat16\[\d+, \d+\] if built afresh"),
     (RENAMED, "only one of the layer and one that is built afresh has packed, weight"),
     (BREAKS, "cannot be built afresh .ZeroDivisionError: .*by zero."),
     (UNSTEADY, "another result each time"),

@@ -11,7 +11,7 @@ from verl_precision.check.models import Described, is_folder
 from verl_precision.check.rules.memory import beyond_arithmetic, gpu_bytes
 from verl_precision.check.rules.rule import Environment, Fault
 from verl_precision.check.rules.run import HUB_NAME
-from verl_precision.engine.arithmetic_choice import IN_CONFIG
+from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 from verl_precision.integration.ledger import REMEDY, lost_symbols
 
 MODEL, ADAPTER = "actor_rollout_ref.model.path", "actor_rollout_ref.model.lora_adapter_path"
@@ -58,7 +58,8 @@ def _of_models(config: DictConfig, found: Environment, known: Described) -> Iter
     if known.content and found.shape is None and config.trainer.device != "cpu":
         why = f"the arithmetic knows no model of the kind {found.model.get('model_type', 'of its config.json')}"
         yield _not_looked_at("shape-unknown", MODEL, why, MEMORY, MEASURE, path)
-    exact, has_critic = OmegaConf.select(config, IN_CONFIG) == EXACT, any(e.role == "critic" for e in engines(config))
+    exact = OmegaConf.select(config, ARITHMETIC_SETTING) == EXACT
+    has_critic = any(each.role == "critic" for each in engines(config))
     if exact and has_critic and not found.critic:
         why, remedy = "the critic's config.json is not at hand", "Check again where the critic's model is."
         critic = config.critic.model.path

@@ -9,7 +9,7 @@ import torch
 from verl_precision.base.errors import ConfigurationError
 
 VARIABLE = "VERL_PRECISION_ARITHMETIC"  # set by the preset, in every process of Ray
-IN_CONFIG = f"ray_kwargs.ray_init.runtime_env.env_vars.{VARIABLE}"
+ARITHMETIC_SETTING = f"ray_kwargs.ray_init.runtime_env.env_vars.{VARIABLE}"
 SETTING = "arithmetic"
 # What an operation computes in, inside; None: the kernels that torch and vLLM choose.
 INNER = {"native": None, "rounded_once": torch.float32, "exact": torch.float64}

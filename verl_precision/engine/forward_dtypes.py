@@ -21,10 +21,7 @@ class ForwardDtypes:
     """Hooks that record the dtype of each matrix product's result."""
 
     def __init__(self, module: nn.Module, role: str, expected: torch.dtype, exempt: nn.Module | None = None) -> None:
-        """Put a hook on every module with a matrix of its own, embeddings left out: they look up, and multiply nothing.
-
-        `role` names the engine in messages; `exempt` is a module that computes in another dtype on purpose.
-        """
+        """Put a hook on every module with a matrix that multiplies, but for `exempt`; `role` names the engine."""
         self.expected, self._role = expected, role
         self.seen: Counter[torch.dtype] = Counter()  # number of products since the last `check`
         self._wrong: dict[str, torch.dtype] = {}
@@ -70,10 +67,7 @@ class ForwardDtypes:
 
 
 def compute_head_in_fp32(model: nn.Module) -> nn.Module:
-    """Make a model's output head compute x·Wᵀ + b in FP32, and return it; logits are the longest sums, rounded last.
-
-    The model is a Hugging Face model (or PEFT's wrapper) that is not sharded yet.
-    """
+    """Make the output head of a Hugging Face model, not sharded yet, compute x·Wᵀ + b in FP32, and return it."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     if type(head) is not nn.Linear:
         raise ConfigurationError(

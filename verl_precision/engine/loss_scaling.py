@@ -1,4 +1,4 @@
-"""Loss scaling: torch's sharded gradient scaler, with settings, bounds, a record of each step and exact state.
+"""Loss scaling: torch's sharded gradient scaler, with settings, bounds, a report on each step and exact state.
 
 The arithmetic is torch's (`ShardedGradScaler`). Added here: the device is the engine's (torch's default, "cuda",
 switches itself off elsewhere), the loss is scaled in FP32, the scale stays within bounds, each step says what happened,
@@ -38,7 +38,7 @@ class ScalerStep(NamedTuple):
     """What happened in one optimizer step."""
 
     overflow_ranks: int  # ranks with a non-finite gradient in their shard; the step is skipped on all ranks if > 0
-    underflow_fraction: float  # see the function of that name
+    underflow_fraction: float
 
     @property
     def skipped(self) -> bool:
@@ -56,10 +56,7 @@ class _State:
 
 
 class LossScaler(ShardedGradScaler):
-    """`ShardedGradScaler` with what the module's docstring lists; verl uses it like its own.
-
-    The process group is the default one, so that replicas of HSDP cannot drift apart.
-    """
+    """`ShardedGradScaler` with what the module's docstring lists; verl uses it like its own."""
 
     def __init__(self, settings: LossScaleSettings, device: str) -> None:
         """Create the scaler for a type of device, "cpu" or "cuda"; an error if torch cannot scale on it here."""
@@ -69,7 +66,7 @@ class LossScaler(ShardedGradScaler):
             growth_factor=settings.growth_factor,
             backoff_factor=settings.backoff_factor,
             growth_interval=settings.growth_interval,
-            process_group=None,
+            process_group=None,  # all ranks, so that replicas of HSDP cannot drift apart
         )
         if not self.is_enabled():
             raise EnvironmentMismatchError(
@@ -108,8 +105,8 @@ class LossScaler(ShardedGradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
-        # torch copies both values to the gradients' devices, and does not wait for the copies. Under `offload_policy`
-        # one can land after the CPU has read 1/S, or over the 1.0 of "found inf". `.cpu()` waits.
+        # torch does not wait for the copies of both values to the gradients' devices. Under `offload_policy` one can
+        # land after the CPU has read 1/S, or over the 1.0 of "found inf". `.cpu()` waits.
         return super()._unscale_grads_(optimizer, inv_scale.cpu(), found_inf.cpu(), allow_fp16)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -134,12 +131,9 @@ class LossScaler(ShardedGradScaler):
         return {"scale": scale, "growth_tracker": tracker, "steps_at_minimum": self.steps_at_minimum}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state; factors, interval and bounds stay those of the settings.
+        """Go on from a state, or that of torch's scaler; factors, interval and bounds stay those of the settings.
 
-        The state may also be that of torch's scaler, which a verl patched to save it hands over.
-
-        Raises:
-            CheckpointStateError: If it is none, or of a run that had to stop; nothing is changed then.
+        If it is none, or of a run that had to stop, `CheckpointStateError` is raised and nothing is changed.
         """
         interval = self.get_growth_interval()
         with refused_in_words("the state of the loss scale", _DELETE):
@@ -159,10 +153,9 @@ class LossScaler(ShardedGradScaler):
 
 
 def underflow_fraction(scaled_gradients: Iterable[Tensor]) -> float:
-    """Return the share of sampled non-zero elements below FP16's smallest normal number, |S·g| < 2⁻¹⁴; 0 of none.
+    """Return the share of non-zero elements, of about 65536, below FP16's smallest normal number, |S·g| < 2⁻¹⁴.
 
-    They have lost bits, and smaller neighbours are already zero. Every n-th element of the gradients before unscaling
-    is read, such that about 65536 are.
+    They have lost bits, and smaller neighbours are already zero.
     """
     flat = [gradient.detach().reshape(-1) for gradient in scaled_gradients]
     if not flat:
@@ -195,6 +188,42 @@ def diagnosis(scaler: LossScaler, named_parameters: Iterable[tuple[str, Tensor]]
     )
 
 
+class StepReport:
+    """Collects the optimizer steps (mini-batches) of one training step."""
+
+    def __init__(self) -> None:
+        self._skipped: list[bool] = []
+        self._steps: list[ScalerStep] = []
+        self._applied_since_schedule = False
+
+    @property
+    def last_skipped(self) -> bool:
+        """Whether the latest optimizer step left the parameters as they were."""
+        return bool(self._skipped) and self._skipped[-1]
+
+    def add(self, skipped: bool, step: ScalerStep | None = None) -> None:
+        """Record one optimizer step; with a scaler also what it says of it."""
+        self._steps += [] if step is None else [step]
+        self._skipped.append(skipped)
+        self._applied_since_schedule |= not skipped
+
+    def metrics(self, scaler: LossScaler | None) -> dict[str, float]:
+        """Return the metrics of the steps recorded since the last call (docs/metrics.md), and start anew."""
+        found = {"precision/skipped_steps": float(sum(self._skipped))}
+        if scaler is not None:
+            underflow = [step.underflow_fraction for step in self._steps]
+            found["precision/loss_scale"] = scaler.get_scale()
+            found["precision/overflow_rank_count"] = float(max((s.overflow_ranks for s in self._steps), default=0))
+            found["precision/grad_underflow_fraction"] = sum(underflow) / max(1, len(underflow))
+        self._skipped, self._steps = [], []
+        return found
+
+    def take_applied(self) -> bool:
+        """Return whether any update was applied since the last call."""
+        applied, self._applied_since_schedule = self._applied_since_schedule, False
+        return applied
+
+
 def save_scaler(scaler: LossScaler, folder: str) -> None:
     """Write the scaler's state into a checkpoint on rank 0, whole or not at all; all ranks have the same state."""
     if dist.get_rank() == 0:
@@ -202,16 +231,15 @@ def save_scaler(scaler: LossScaler, folder: str) -> None:
 
 
 def load_scaler(scaler: LossScaler, folder: str) -> None:
-    """Restore the scaler's state on all ranks; without a state, warn and go on with the scaler as it is.
+    """Restore the scaler's state, which rank 0 reads for all, or raise `CheckpointStateError` on every rank.
 
-    Rank 0 reads it for all: a file that only some ranks can read would leave them with different scales. If it cannot
-    be understood, every rank raises CheckpointStateError.
+    Without a state, warn and go on with the scaler as it is.
     """
     message: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
             message = [read_state(Path(folder) / FILE_NAME, dict, _DELETE)]
-        except CheckpointStateError as error:  # for every rank
+        except CheckpointStateError as error:
             message = [error]
     dist.broadcast_object_list(message, src=0)
     (found,) = message

@@ -3,8 +3,7 @@
 Two engines round the router's scores differently, and where two experts are nearly tied they choose different ones.
 Then other weights compute the token, which no precision of the rest can mend. Replay takes the choice from the rollout
 (R3 of https://arxiv.org/abs/2510.11370), or from the trainer's own earlier forward (R2).
-Only the choice is replayed. The weights of the experts are the trainer's own probabilities of the chosen ones, so that
-gradients flow into the router through them.
+The weights of the experts are the trainer's own probabilities of the chosen ones, through which gradients flow.
 
 transformers' routers choose by one `torch.topk` over all experts. That call is answered here, while a router runs, also
 in the second forward of gradient checkpointing; nothing else of the model is touched.
@@ -59,11 +58,7 @@ class ReplayedRouters:
             setattr(module, method, route)
 
     def replay(self, experts_NLk: Tensor | None, known_N: Tensor | None = None) -> None:
-        """Answer the routers with these choices from now on, also in the second forward of gradient checkpointing.
-
-        The routers choose by themselves if there are none, and where `known_N` is False. `experts_NLk` may hold
-        anything in a layer without experts.
-        """
+        """Answer the routers with these choices from now on; they choose by themselves where `known_N` is False."""
         self._replayed, self._known = experts_NLk, known_N
 
     @contextlib.contextmanager
@@ -120,11 +115,9 @@ class _Answer(TorchFunctionMode):
 
 
 def routing_agreement(seen: Mapping[int, Choice], rollout_NLk: Tensor, known_N: Tensor) -> dict[str, Statistic]:
-    """Return the share of choices that are the rollout's, over all layers and of each, of the tokens in `known_N`.
+    """Return the share of choices computed with that are the rollout's, over all layers and of each, of known tokens.
 
-    A token's choice in a layer is a set: one of two experts that differs makes 0.5. `mismatch/routing_agreement` is of
-    what was computed with; `mismatch/routing_changed_fraction` is the share of the trainer's own choices that replay
-    has changed.
+    `mismatch/routing_changed_fraction` is the share of the trainer's own choices that replay has changed.
     """
     agreement = {layer: equal_choices(seen[layer].used, rollout_NLk[:, layer], known_N) for layer in sorted(seen)}
     own = functools.reduce(Mean.merge, (equal_choices(choice.own, choice.used, known_N) for choice in seen.values()))
@@ -143,10 +136,9 @@ def equal_choices(one_Nk: Tensor, other_Nk: Tensor, known_N: Tensor) -> Mean:
 
 
 def known_tokens(experts_NLk: Tensor, offsets: Tensor) -> Tensor:
-    """Return [N] bool: the tokens of which a rollout knows its choice.
+    """Return [N] bool: the tokens of which a rollout knows its choice; packed sequences begin at `offsets` ([B + 1]).
 
-    The last token of a sequence never went through the rollout's model. verl fills rows that are missing with 0 in all
-    layers, which is no choice of several experts. Sequences are packed, and begin at `offsets` ([B + 1]).
+    The last token of a sequence never went through the rollout's model; verl fills missing rows with 0 in all layers.
     """
     known_N = torch.ones(len(experts_NLk), dtype=torch.bool, device=experts_NLk.device)
     if experts_NLk.shape[-1] > 1:

@@ -122,9 +122,9 @@ class _EngineSettings:
 
 
 def require_engine_settings(found: Mapping[str, Any]) -> ShadowSettings:
-    """Require that dtypes are said, known and without contradiction, and every setting of ours within its bounds.
+    """Require dtypes that do not contradict, and settings within bounds; return the settings of the shadow.
 
-    `found` is a `PrecisionFSDPConfig`, or the block of a config that becomes one; the settings of its shadow return.
+    `found` is a `PrecisionFSDPConfig`, or the block of a config that becomes one.
     """
     mixed = found.get("mixed_precision")
     required = [field.name for field in dataclasses.fields(MixedPrecision)]
@@ -139,8 +139,7 @@ def require_engine_settings(found: Mapping[str, Any]) -> ShadowSettings:
     compute, dtype = MixedPrecision(**mixed).param_dtype, found.get("dtype", "bfloat16")
     if short(dtype) != short(compute):
         raise ConfigurationError(
-            f"it contradicts mixed_precision.param_dtype={compute!r}, which is what verl's FSDP engine reads; it "
-            "ignores dtype",
+            f"it contradicts mixed_precision.param_dtype={compute!r}, which verl's FSDP engine reads in its place",
             setting="fsdp_config.dtype",
             value=dtype,
             allowed="the same in both",

@@ -35,19 +35,14 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
-    """Return x̃ = `value` in the dtype of `gradient_of`, with ∂x̃/∂gradient_of = 1, also where x̃ is not finite.
-
-    With shadow log-probs as the value and training log-probs as what gets the gradient, a ratio exp(x̃ - log μ) is
-    exp(α), and its gradient exp(α)·∇log π_train.
-    """
+    """Return x̃ = `value` in the dtype of `gradient_of`, with ∂x̃/∂gradient_of = 1, also where x̃ is not finite."""
     return _StraightThrough.apply(value.detach(), gradient_of)
 
 
 def loss_beside_shadow(loss_function: Callable, shadow_log_probs: Tensor, in_ratio: bool) -> Callable:
     """Return verl's loss function on an output with the shadow's log-probs (nested), as `OF_SHADOW`.
 
-    `in_ratio`: the log-probs themselves have the shadow's values and the training's gradient. The training's own are
-    in the output too, as `OF_TRAINING`.
+    `in_ratio`: the log-probs themselves have the shadow's values, and the training's own are there as `OF_TRAINING`.
     """
 
     def loss(*args: Any, **kwargs: Any) -> Any:
@@ -101,10 +96,7 @@ class ShadowModel:
 
 
 def reshard(module: nn.Module) -> None:
-    """Drop the gathered weights that a forward left behind.
-
-    The root may stay gathered: FSDP2 then hides its shards, and FSDP1 computes the next forward from what it gathered.
-    """
+    """Drop the gathered weights that a forward left behind: FSDP2 hides the root's shards, FSDP1 computes from them."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()

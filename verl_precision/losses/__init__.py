@@ -1,19 +1,16 @@
 """The paper's estimators as functions of tensors; importing this needs torch and nothing of verl.
 
     policy_gradient   pg_seq_is (5), pg_seq_tis (6), pg_seq_mis (7): importance-weighted policy gradient
-    grpo              grpo (8); interventions grpo_unclipped, ratio_one; the clipped objective
+    grpo              grpo (8), gspo, off_policy_sequence_mask (DeepSeek-V3.2); interventions grpo_unclipped, ratio_one
     rollout_weights   token_tis_weights (9), seq_mis_weights (10), geo_mask, icepop, kpop: with them `grpo` is those
-    gspo              gspo
     cispo             cispo
     dppo              dppo_tv, dppo_kl: a trust region of probabilities
-    off_policy_sequence_mask   the mask of DeepSeek-V3.2
-    clipping          what a loss divides by and where it clips, stated for each loss, verl's too
     aggregation       from one value per token to the loss of a mini-batch
     ratios            checked inputs, ratios and their guards
     metrics           metrics that survive micro-batches and ranks
-    settings          bounds of C, the clip range and the constant; the rules of a config ask here (check/rules/loss.py)
+    settings          bounds of C, the clip range and the constant, where each loss clips; rules of a config ask here
     invariance        try_loss: does any loss depend on how a batch is cut?
-    registry          POLICY_LOSSES: name -> entry; `policy_loss` adds one
+    registry          POLICY_LOSSES: name -> entry; `policy_loss` adds one; the loss of a config
 
 A new loss is a new module here, with `@policy_loss` on its function: every module of this folder is imported below.
 Give it a preset of its name in presets/estimator/, and its equation in tests/losses/plain_equations.py.
@@ -30,11 +27,11 @@ from verl_precision.losses.dppo import dppo_kl as dppo_kl
 from verl_precision.losses.dppo import dppo_tv as dppo_tv
 from verl_precision.losses.grpo import grpo as grpo
 from verl_precision.losses.grpo import grpo_unclipped as grpo_unclipped
+from verl_precision.losses.grpo import gspo as gspo
+from verl_precision.losses.grpo import off_policy_sequence_mask as off_policy_sequence_mask
 from verl_precision.losses.grpo import ratio_one as ratio_one
-from verl_precision.losses.gspo import gspo as gspo
 from verl_precision.losses.metrics import LossOutput as LossOutput
 from verl_precision.losses.metrics import Statistic as Statistic
-from verl_precision.losses.off_policy_sequence_mask import off_policy_sequence_mask as off_policy_sequence_mask
 from verl_precision.losses.policy_gradient import pg_seq_is as pg_seq_is
 from verl_precision.losses.policy_gradient import pg_seq_mis as pg_seq_mis
 from verl_precision.losses.policy_gradient import pg_seq_tis as pg_seq_tis

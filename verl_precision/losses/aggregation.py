@@ -16,12 +16,13 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.losses.settings import NORM_MODE, require_normalizer
 
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", NORM_MODE)
-_require_constant = replace(
-    require_normalizer,
-    setting="normalizer",
-    problem=f"mode={NORM_MODE!r} divides the sum over tokens by one constant for the whole run",
-    remedy="Pass Aggregation(normalizer=512) for responses of up to 512 tokens, or a mode without it (token-mean).",
-)
+_CONSTANT = {
+    "setting": "normalizer",
+    "problem": f"mode={NORM_MODE!r} divides the sum over tokens by one constant for the whole run",
+    "allowed": "a number > 0",
+    "remedy": "Pass Aggregation(normalizer=512) for responses of up to 512 tokens, or a mode without it (token-mean).",
+}
+_require_constant = replace(require_normalizer, words=_CONSTANT)
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,7 @@ class Aggregation:
 
 
 def row_scale(lengths_B: Tensor, aggregation: Aggregation, dtype: torch.dtype) -> Tensor:
-    """Return k_b of loss = Σ_b k_b s_b from n_b, the valid tokens of each response: [B], or [] for all rows.
-
-    A response without tokens gets a finite factor.
-    """
+    """Return k_b of loss = Σ_b k_b s_b from n_b, the valid tokens of each response: [B], or [] for all rows; finite."""
     ranks = float(aggregation.dp_size)
     if aggregation.mode == "token-sum":
         return lengths_B.new_tensor(ranks, dtype=dtype)

@@ -3,20 +3,14 @@
 from torch import Tensor
 
 from verl_precision.losses.aggregation import Aggregation
-from verl_precision.losses.clipping import Ratio
 from verl_precision.losses.grpo import weighted_loss
 from verl_precision.losses.metrics import LossOutput
-from verl_precision.losses.ratios import bounded, checked_batch
+from verl_precision.losses.ratios import checked_batch
 from verl_precision.losses.registry import policy_loss
-from verl_precision.losses.settings import require_clip_range
+from verl_precision.losses.settings import Ratio, require_clip_range
 
 
-@policy_loss(
-    "vp_cispo",
-    "the bounded token ratio as a weight; no token loses its gradient",
-    "arXiv 2506.13585 eq. (4)",
-    Ratio("token"),
-)
+@policy_loss("vp_cispo", "the bounded ratio as a weight", "arXiv 2506.13585 eq. (4)", Ratio("token"))
 def cispo(
     trainer_log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
     aggregation: Aggregation, clip_low: float = 1.0, clip_high: float = 5.0, rollout_is_weights: Tensor | None = None,
@@ -39,5 +33,4 @@ def cispo(
     batch = checked_batch(trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights)
     ratio_BT = batch.ratio_BT
     bounded_BT = ratio_BT.clamp(1 - low, 1 + high)
-    objective_BT = bounded(bounded_BT * batch.advantages_BT)
-    return weighted_loss(batch, bounded_BT, objective_BT, objective_BT, aggregation, truncated=ratio_BT != bounded_BT)
+    return weighted_loss(batch, bounded_BT, bounded_BT, aggregation, truncated=ratio_BT != bounded_BT)

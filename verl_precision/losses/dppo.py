@@ -4,10 +4,8 @@ PPO clips the ratio. A rare token's ratio is large whenever two engines round di
 has moved; a likely token can lose half of its probability within the clip range. DPPO masks a token by how much
 probability has moved, seen from the policy that drew it: the rollout's.
 
-docs/math.md says how verl's own `dppo_tv` and `dppo_kl` differ, and why C is 20. Outside bypass mode their region is
-around the recomputed policy.
-
-Source: https://arxiv.org/abs/2602.04879.
+docs/math.md says how verl's own `dppo_tv` and `dppo_kl` differ, and why C is 20. Source:
+https://arxiv.org/abs/2602.04879.
 """
 
 from collections.abc import Callable
@@ -16,22 +14,14 @@ import torch
 from torch import Tensor
 
 from verl_precision.losses.aggregation import Aggregation
-from verl_precision.losses.clipping import Ratio
 from verl_precision.losses.grpo import weighted_loss
 from verl_precision.losses.metrics import LossOutput, weight_statistics
-from verl_precision.losses.ratios import Batch, bounded, checked_batch
+from verl_precision.losses.ratios import checked_batch
 from verl_precision.losses.registry import policy_loss
-from verl_precision.losses.settings import require_clip_range, require_threshold
-
-OF_THE_TOKEN = Ratio("token", decoupled=None)  # the clip range bounds a divergence, and no ratio
+from verl_precision.losses.settings import Ratio, require_clip_range, require_threshold
 
 
-@policy_loss(
-    "vp_dppo_tv",
-    "tokens are masked by how much probability has moved (total variation)",
-    "arXiv 2602.04879, binary TV",
-    OF_THE_TOKEN,
-)
+@policy_loss("vp_dppo_tv", "trust region of total variation", "arXiv 2602.04879, binary TV", Ratio("token"))
 def dppo_tv(
     trainer_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
     aggregation: Aggregation, threshold: float = 20.0, clip_low: float = 0.15, clip_high: float = 0.15,
@@ -50,18 +40,11 @@ def dppo_tv(
     `actor/clip_fraction_*` are the masked tokens, `actor/truncated_fraction` is the share of tokens with rₜ > C,
     `actor/ratio_*` are of rₜ before C, `actor/is_weight_*` of Mₜ min(rₜ, C).
     """
-    batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")
-    return _trust_region(
-        batch, rollout_log_probs, aggregation, threshold, binary_total_variation, (clip_low, clip_high)
-    )
+    tensors = trainer_log_probs, rollout_log_probs, advantages, response_mask
+    return _trust_region(tensors, aggregation, threshold, binary_total_variation, (clip_low, clip_high))
 
 
-@policy_loss(
-    "vp_dppo_kl",
-    "tokens are masked by how much probability has moved (KL divergence)",
-    "arXiv 2602.04879, binary KL",
-    OF_THE_TOKEN,
-)
+@policy_loss("vp_dppo_kl", "trust region of KL divergence", "arXiv 2602.04879, binary KL", Ratio("token"))
 def dppo_kl(
     trainer_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
     aggregation: Aggregation, threshold: float = 20.0, clip_low: float = 0.05, clip_high: float = 0.05,
@@ -78,8 +61,8 @@ def dppo_kl(
     Arguments, result and errors as in `dppo_tv`; δ_low in (0, 1] and δ_high > 0 are in nats. 1 - π is computed from
     log π without cancellation; where π rounds to 1 and μ does not, D is inf.
     """
-    batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")
-    return _trust_region(batch, rollout_log_probs, aggregation, threshold, binary_kl, (clip_low, clip_high))
+    tensors = trainer_log_probs, rollout_log_probs, advantages, response_mask
+    return _trust_region(tensors, aggregation, threshold, binary_kl, (clip_low, clip_high))
 
 
 def binary_total_variation(trainer: Tensor, rollout: Tensor) -> Tensor:
@@ -99,16 +82,17 @@ def binary_kl(trainer: Tensor, rollout: Tensor) -> Tensor:
 
 
 def _trust_region(
-    batch: Batch, rollout_log_probs: Tensor, aggregation: Aggregation, threshold: float,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor], aggregation: Aggregation, threshold: float,
     divergence: Callable[[Tensor, Tensor], Tensor], region: tuple[float, float],
 ) -> LossOutput:  # fmt: skip
     """Return the loss with slope M min(r, C) A, where M is 0 for a divergence beyond `region` (δ_low, δ_high)."""
+    batch = checked_batch(*tensors, other="rollout_log_probs")
     threshold, (low, high) = require_threshold(threshold), require_clip_range(*region)
-    policies = (log_probs.detach().to(batch.dtype) for log_probs in (batch.trainer_log_probs, rollout_log_probs))
-    divergence_BT, ratio_BT = divergence(*policies), batch.ratio_BT
-    outside_high_BT = (divergence_BT > high) & (batch.log_ratio_BT > 0) & (batch.advantages_BT > 0)
+    divergence_BT = divergence(*(log_probs.detach().to(batch.dtype) for log_probs in tensors[:2]))
+    ratio_BT = batch.ratio_BT
     outside_low_BT = (divergence_BT > low) & (batch.log_ratio_BT < 0) & (batch.advantages_BT < 0)
-    weight_BT = torch.where(outside_high_BT | outside_low_BT, 0, ratio_BT.clamp(max=threshold))
-    slope_BT, masked = bounded(weight_BT * batch.advantages_BT), (outside_high_BT, outside_low_BT)
-    output = weighted_loss(batch, ratio_BT, slope_BT, slope_BT, aggregation, masked, ratio_BT > threshold)
-    return output.adding(weight_statistics(weight_BT, batch.valid_BT))._replace(clipped=None)
+    outside_high_BT = (divergence_BT > high) & (batch.log_ratio_BT > 0) & (batch.advantages_BT > 0)
+    weight_BT = torch.where(outside_low_BT | outside_high_BT, 0, ratio_BT.clamp(max=threshold))
+    masked, truncated = (outside_low_BT, outside_high_BT), ratio_BT > threshold
+    output = weighted_loss(batch, ratio_BT, weight_BT, aggregation, masked, truncated=truncated)
+    return output.adding(weight_statistics(weight_BT, batch.valid_BT))

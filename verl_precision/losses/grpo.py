@@ -1,31 +1,24 @@
-"""GRPO as in the paper's equation (8), its weighted forms (9) and (10), and two interventions on its ratio.
+"""GRPO as in the paper's equation (8), its weighted forms (9) and (10), its kin, and two interventions on its ratio.
 
 The weighted forms are this `grpo` with `rollout_is_weights` of `rollout_weights`: min(ρₜ, C) for (9), ρ 1{ρ ≤ C} for
-(10).
-
-`grpo_unclipped` and `ratio_one` are experiments, not estimators to train with: each takes one thing away from `grpo`
-that turns a precision gap into a wrong gradient (docs/math.md, phantom clipping). GSPO and CISPO share
-`surrogate_loss`, DPPO `weighted_loss`.
+(10). `grpo_unclipped` and `ratio_one` are experiments, not estimators to train with: each takes one thing away from
+`grpo` that turns a precision gap into a wrong gradient (docs/math.md, phantom clipping).
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from verl_precision.losses import metrics as reported
 from verl_precision.losses.aggregation import Aggregation
-from verl_precision.losses.clipping import NO_RATIO, Ratio
 from verl_precision.losses.metrics import LossOutput
-from verl_precision.losses.ratios import Batch, bounded, checked_batch, loss_with_slope
+from verl_precision.losses.ratios import Batch, bounded_, bounded_exp, checked_batch, loss_with_slope
 from verl_precision.losses.registry import policy_loss
-from verl_precision.losses.settings import require_clip_range
+from verl_precision.losses.settings import NO_RATIO, Ratio, require_clip_range, require_divergence
 
 
-@policy_loss(
-    "vp_grpo",
-    "clipped surrogate, no dual clip; weighted: eq. (9), (10)",
-    "arXiv 2510.26788 eq. (8)",
-    Ratio("token", "ratio"),
-)
+@policy_loss("vp_grpo", "clipped surrogate without dual clip", "arXiv 2510.26788 eq. (8)", Ratio("token", "ratio"))
 def grpo(
     trainer_log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
     aggregation: Aggregation, clip_low: float = 0.2, clip_high: float = 0.28, rollout_is_weights: Tensor | None = None,
@@ -74,12 +67,60 @@ def grpo(
     return surrogate_loss(batch, batch.ratio_BT, aggregation, (clip_low, clip_high))
 
 
+@policy_loss("vp_gspo", "clipped ratio of responses", "arXiv 2507.18071 eq. (5)-(7)", Ratio("sequence", "ratio"))
+def gspo(
+    trainer_log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
+    aggregation: Aggregation, clip_low: float = 3e-4, clip_high: float = 4e-4, rollout_is_weights: Tensor | None = None,
+) -> LossOutput:  # fmt: skip
+    """Group sequence policy optimisation. Registered with verl as `vp_gspo` (`gspo` is verl's).
+
+        J = min(sA, clip(s, 1-ε_low, 1+ε_high) A),   s = (π(y; θ) / π(y; θ'))^(1/|y|) = exp(meanₜ log rₜ)
+
+    π trainer's policy, θ' the weights the rollout was drawn with, |y| tokens of the response. Equations (5) to (7) of
+    https://arxiv.org/abs/2507.18071, whose clip range is the default here. ∇s = s (1/|y|) Σₜ ∇log π(yₜ), so with the
+    paper's aggregation, mode "seq-mean-token-mean", every token carries sA and their mean is J.
+
+    Arguments, result, errors, masked tokens, empty and non-finite rows as in `grpo`; s is held at 2e11 in float32,
+    beyond a mean log-ratio of 25.9. (verl's `gspo` multiplies weights and advantages of masked tokens by 0, and
+    NaN x 0 is NaN.)
+    """
+    batch = checked_batch(trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights)
+    ratio_B1 = bounded_exp(batch.mean_log_ratio_B, batch.dtype).unsqueeze(-1)
+    return surrogate_loss(batch, ratio_B1, aggregation, (clip_low, clip_high))
+
+
 @policy_loss(
-    "vp_grpo_unclipped",
-    "intervention: grpo with clipping off",
-    "arXiv 2510.26788 eq. (8), infinite clip range",
-    Ratio("token"),
+    "vp_off_policy_sequence_mask",
+    "clipped surrogate, without responses of A < 0 that π has moved away from",
+    "arXiv 2512.02556 eq. (8), (9)",
+    Ratio("token", "ratio"),
 )
+def off_policy_sequence_mask(
+    trainer_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
+    aggregation: Aggregation, rejection_threshold: float = 0.5, clip_low: float = 0.2, clip_high: float = 0.28,
+) -> LossOutput:  # fmt: skip
+    """GRPO's clipped surrogate with the mask of DeepSeek-V3.2.
+
+        ∇J = Σₜ Mₜ ∇min(rₜA, clip(rₜ, 1-ε_low, 1+ε_high) A),   rₜ = π(yₜ; θ) / μ(yₜ; θ')
+        Mₜ = 0 if A < 0 and (1/|y|) Σₛ log μ(yₛ; θ')/π(yₛ; θ) > δ; else 1
+
+    π trainer's policy, of the present weights; μ rollout's policy, as the rollout reports it: both staleness and the
+    mismatch are in M. Equations (8) and (9) of https://arxiv.org/abs/2512.02556, whose π_old is μ, without its KL term.
+    A response of A > 0 is never dropped. A dropped one has no gradient and stays in the denominator.
+
+    Arguments, result and errors as in `grpo`, with `rollout_log_probs`, [B, T] floating, log μ(yₜ; θ') in nats, and
+    `rejection_threshold`, δ > 0 in nats per token, of which the paper prints none. M is a constant in the gradient.
+    `actor/rejected_fraction` is the share of dropped responses, `actor/is_weight_*` are of M.
+    """
+    limit = require_divergence(rejection_threshold, "rejection_threshold")
+    batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")
+    dropped_BT = (-batch.mean_log_ratio_B > limit).unsqueeze(-1) & (batch.advantages_BT < 0) & batch.valid_BT
+    batch = replace(batch, weights_BT=(~dropped_BT).to(batch.dtype))
+    output = surrogate_loss(batch, batch.ratio_BT, aggregation, (clip_low, clip_high))
+    return output.adding({"actor/rejected_fraction": reported.fraction(dropped_BT.any(dim=-1), batch.rows_B)})
+
+
+@policy_loss("vp_grpo_unclipped", "intervention: grpo without clipping", "arXiv 2510.26788 eq. (8)", Ratio("token"))
 def grpo_unclipped(
     trainer_log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
     aggregation: Aggregation, rollout_is_weights: Tensor | None = None,
@@ -95,9 +136,7 @@ def grpo_unclipped(
     return surrogate_loss(batch, batch.ratio_BT, aggregation, None)
 
 
-@policy_loss(
-    "vp_ratio_one", "intervention: grpo with the ratio set to 1", "arXiv 2510.26788 eq. (8) at r = 1", NO_RATIO
-)
+@policy_loss("vp_ratio_one", "intervention: grpo with a ratio of 1", "arXiv 2510.26788 eq. (8) at r = 1", NO_RATIO)
 def ratio_one(
     trainer_log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
     aggregation: Aggregation, rollout_is_weights: Tensor | None = None,
@@ -122,44 +161,52 @@ def surrogate_loss(
     r > 1 + ε_high, for A < 0 if r < 1 - ε_low. r is [B, T] of each token or [B, 1] of each response, a number in the
     gradient; w are the batch's weights, 1 if it has none; `clip_range` is ε_low and ε_high.
     """
-    advantages_BT = batch.advantages_BT
-    objective_BT = slope_BT = bounded(ratio * advantages_BT)
     if clip_range is None:
-        return weighted_loss(batch, ratio, objective_BT, slope_BT, aggregation)
+        return weighted_loss(batch, ratio, ratio, aggregation)
     low, high = require_clip_range(*clip_range)
-    clipped = (ratio > 1 + high) & (advantages_BT > 0), (ratio < 1 - low) & (advantages_BT < 0)
-    slope_BT = torch.where(clipped[0] | clipped[1], 0, objective_BT)
-    objective_BT = torch.minimum(objective_BT, bounded(ratio.clamp(1 - low, 1 + high) * advantages_BT))
-    return weighted_loss(batch, ratio, objective_BT, slope_BT, aggregation, clipped)
+    bounds, advantages_BT = (1 - low, 1 + high), batch.advantages_BT
+    clipped = (ratio < bounds[0]) & (advantages_BT < 0), (ratio > bounds[1]) & (advantages_BT > 0)
+    return weighted_loss(batch, ratio, ratio, aggregation, clipped, bounds)
 
 
 def weighted_loss(
-    batch: Batch, ratio: Tensor, objective_BT: Tensor, slope_BT: Tensor, aggregation: Aggregation,
-    clipped: tuple[Tensor, Tensor] | None = None, truncated: Tensor | None = None,
+    batch: Batch, ratio: Tensor, factor: Tensor, aggregation: Aggregation,
+    silenced: tuple[Tensor, Tensor] | None = None, bounds: tuple[float, float] | None = None,
+    truncated: Tensor | None = None,
 ) -> LossOutput:  # fmt: skip
-    """Return the loss of w times an objective with a given slope, and what every loss with a ratio reports.
+    """Return the loss with slope w A times a factor, and what every loss with a ratio reports.
 
-    The slope is the factor of ∇log π(yₜ); ratio and w are as in `surrogate_loss`. `clipped` are the tokens that have
-    lost their gradient at A > 0 and at A < 0, `truncated` those whose ratio is held at a bound.
+    Tokens that are `silenced`, at A < 0 and at A > 0, have a slope of 0; with `bounds` by a clip, where the objective
+    is w A times the bound. Tokens that are `truncated` have a ratio that is held at a bound.
     """
-    metrics: dict[str, reported.Statistic] = {}
-    if clipped is not None:
-        high_BT, low_BT = (tokens & batch.valid_BT for tokens in clipped)
-        metrics["actor/clip_fraction_high"] = reported.fraction(high_BT, batch.lengths_B)
+    valid_BT, advantages_BT = batch.valid_BT, batch.advantages_BT
+    counted = batch.rows_B.unsqueeze(-1) if ratio.shape[-1] == 1 else valid_BT
+    metrics = {"actor/ratio_mean": reported.mean(ratio, counted), **reported.extremes(ratio, counted, "actor/ratio")}
+    objective_BT = slope_BT = bounded_(factor * advantages_BT)
+    clipped_BT = None
+    if silenced is not None:
+        low_BT, high_BT = (tokens & valid_BT for tokens in silenced)
         metrics["actor/clip_fraction_low"] = reported.fraction(low_BT, batch.lengths_B)
-    clipped_BT = None if clipped is None else high_BT | low_BT
+        metrics["actor/clip_fraction_high"] = reported.fraction(high_BT, batch.lengths_B)
+        lost_BT = low_BT | high_BT
+        if bounds is not None:
+            low, high = (advantages_BT.new_tensor(bound) for bound in bounds)
+            held_BT = torch.where(high_BT, high, low).mul_(advantages_BT)
+            clipped_BT, objective_BT = lost_BT, torch.where(lost_BT, bounded_(held_BT), slope_BT)
+            del held_BT
+        slope_BT = torch.where(lost_BT, 0, slope_BT)
     if truncated is not None:
-        truncated = truncated & batch.valid_BT
+        truncated = truncated & valid_BT
         metrics["actor/truncated_fraction"] = reported.fraction(truncated, batch.lengths_B)
     if batch.weights_BT is not None:
-        weights_BT = torch.where(batch.valid_BT, batch.weights_BT, 0).to(slope_BT.dtype)
-        slope_BT, objective_BT = bounded(slope_BT * weights_BT), bounded(objective_BT * weights_BT)
+        weights_BT = torch.where(valid_BT, batch.weights_BT, 0).to(batch.dtype)
+        slope_BT, objective_BT = bounded_(slope_BT * weights_BT), bounded_(objective_BT * weights_BT)
         clipped_BT = None if clipped_BT is None else clipped_BT & (weights_BT != 0)
-        metrics |= reported.weight_statistics(weights_BT, batch.valid_BT)
-    kept_BT = (slope_BT != 0) & batch.valid_BT
-    counted = batch.rows_B.unsqueeze(-1) if ratio.shape[-1] == 1 else batch.valid_BT
-    metrics["actor/ratio_mean"] = reported.mean(ratio, counted)
-    metrics |= reported.extremes(ratio, counted, "actor/ratio")
-    metrics |= reported.shared_metrics(batch, objective_BT, slope_BT, kept_BT)
-    loss = loss_with_slope(batch, objective_BT.expand_as(batch.valid_BT), slope_BT, aggregation)
+        metrics |= reported.weight_statistics(weights_BT, valid_BT)
+    objective_BT = torch.where(valid_BT, objective_BT, 0)
+    objective_B, has_loss_B = objective_BT.sum(dim=-1), (objective_BT != 0).any(dim=-1)
+    del objective_BT  # of what one loss holds at a time, this is a third
+    kept_BT = (slope_BT != 0) & valid_BT
+    metrics |= reported.shared_metrics(batch, has_loss_B, slope_BT, kept_BT)
+    loss = loss_with_slope(batch, objective_B, slope_BT, aggregation)
     return LossOutput(loss, metrics, kept_BT, clipped_BT, truncated)

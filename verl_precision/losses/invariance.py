@@ -3,8 +3,6 @@
 A loss does not depend on the cut if the summed gradient of its micro-batches is that of the whole batch, for every cut,
 padding width and number of ranks. One small batch shows it: responses of several lengths, one of a single token, some
 tokens masked within a response, advantages of both signs and zero, ratios on both sides of every usual clip range.
-
-Shapes: B responses, T response tokens (padded with zeros, as a host pads).
 """
 
 import math
@@ -78,14 +76,9 @@ def trial_batch(dtype: torch.dtype = torch.float64, weighted: bool = False) -> L
 
 
 def try_loss(loss: Loss, batch: LossInputs) -> Trial:
-    """Call a loss on a batch, whole and in parts, and compare the gradients.
+    """Call a loss on a batch, such as `trial_batch()`, whole and in parts, and compare the gradients.
 
-    Args:
-        loss: The loss; what it raises is raised. torch's random numbers are as before afterwards, those of others not.
-        batch: Such as `trial_batch()`.
-
-    Raises:
-        UnusableLossError: If it returns no scalar with a finite or infinite gradient.
+    What it raises is raised, and `UnusableLossError` if it returns no scalar with a gradient.
     """
     mask, tensors = batch.response_mask, batch.tensors()
     other = batch._replace(**{name: torch.where(mask, tensors[name], OTHERS[name]) for name in OTHERS & tensors.keys()})
@@ -97,17 +90,15 @@ def try_loss(loss: Loss, batch: LossInputs) -> Trial:
     with torch.random.fork_rng(devices=[]):
         first = [whole.gradient(loss, seed) for seed in range(4)]
         random = any(not torch.equal(each, first[0]) for each in first if bool(each.isfinite().all()))
-        found = {
-            name: torch.stack([way.gradient(loss, seed) for seed in range(DRAWS if random else 1)])
-            for name, way in ways.items()
-        }
+        draws = range(DRAWS if random else 1)
+        found = {name: torch.stack([way.gradient(loss, seed) for seed in draws]) for name, way in ways.items()}
     nonfinite = next((name for name, gradients in found.items() if not bool(gradients.isfinite().all())), "")
     expected, *others = found.values()
     if not nonfinite and not bool(expected.any()):
         raise UnusableLossError("its gradient is 0 everywhere")
     *cuts, ranks, padding, masked = (_difference(gradients, expected) for gradients in others)
-    changed = tuple(sorted(whole.changed))
-    return Trial(dict(zip(CUTS, cuts, strict=True)), ranks, padding, masked, nonfinite, random, changed)
+    by_cut = dict(zip(CUTS, cuts, strict=True))
+    return Trial(by_cut, ranks, padding, masked, nonfinite, random, tuple(sorted(whole.changed)))
 
 
 def gradients_differ(one: Loss, other: Loss, batch: LossInputs) -> bool:
@@ -121,8 +112,7 @@ class _Way:
     """One way of calling a loss: in parts, each padded to its own longest response, on so many ranks."""
 
     def __init__(self, batch: LossInputs, cut: int = 1, ranks: int = 1, wider: int = 0) -> None:
-        self.batch, self.ranks = batch, ranks
-        mask = batch.response_mask
+        self.batch, self.ranks, mask = batch, ranks, batch.response_mask
         self.counts = Counts(len(mask), int(mask.sum()), ranks)
         self.parts = [partial(_part, rows, wider, mask) for rows in torch.arange(len(mask)).chunk(cut)]
         self.changed: set[str] = set()

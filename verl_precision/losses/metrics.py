@@ -21,7 +21,7 @@ LARGEST_SQUARED = 1e150
 
 
 class LossOutput(NamedTuple):
-    """The result of a loss; masks are [B, T] bool, and None where whoever wrote the loss does not say."""
+    """The result of a loss; masks are [B, T] bool, None where the loss does not say."""
 
     loss: Tensor  # scalar; call `loss.backward()`
     metrics: Mapping[str, Statistic]  # by name; see docs/math.md for each
@@ -56,10 +56,7 @@ class EffectiveSampleSize(Statistic):
 
 @dataclass(frozen=True)
 class WeightStatistic(Statistic):
-    """A number of the weights of tokens: of the responses where each response has one weight, else of the tokens.
-
-    Sums of both are kept, because only the whole says which it is: in one micro-batch of many all weights may be equal.
-    """
+    """A number of the weights: of responses where each has one weight, else of tokens; only the whole says which."""
 
     responses: Tensor = added()  # Σw, Σw² and n over the responses, w a response's mean over its tokens
     tokens: Tensor = added()  # the same over the tokens
@@ -69,10 +66,9 @@ class WeightStatistic(Statistic):
     def value(self) -> float:
         """Return the number; NaN for the effective sample size of what does not decide."""
         unit, sums = ("responses", self.responses) if self.one_each else ("tokens", self.tokens)
-        total, squares, n = sums
         if self.number == "mean":
-            return (total / n).item()
-        return EffectiveSampleSize(total, squares, n).value() if self.number == unit else math.nan
+            return (sums[0] / sums[2]).item()
+        return EffectiveSampleSize(*sums).value() if self.number == unit else math.nan
 
 
 @dataclass(frozen=True)
@@ -87,14 +83,9 @@ class Quantile(Statistic):
         return torch.quantile(self.sample.double(), self.q).item() if self.sample.numel() else math.nan
 
 
-def count(values: Tensor) -> Statistic:
-    """Return the number of true values, or the sum of counts."""
-    return Count(values.sum().double())
-
-
 def fraction(hits: Tensor, among: Tensor) -> Statistic:
     """Return the share of `hits` (bool) in `among` (bool of the same shape, or counts)."""
-    return Mean(hits.sum().double(), among.sum().double())
+    return Mean(hits.count_nonzero().double(), among.sum().double())  # a sum would make eight bytes of each
 
 
 def extremes(values: Tensor, valid: Tensor, name: str) -> dict[str, Statistic]:
@@ -138,23 +129,23 @@ def weight_statistics(weights: Tensor, valid: Tensor) -> dict[str, Statistic]:
     return found
 
 
-def shared_metrics(batch: Batch, objective: Tensor, slope_BT: Tensor, kept_BT: Tensor) -> dict[str, Statistic]:
-    """Return what every loss reports; objective and slope, the factor of ∇log π(yₜ), are [B, T], or [B, 1].
+def shared_metrics(batch: Batch, has_loss_B: Tensor, slope_BT: Tensor, kept_BT: Tensor) -> dict[str, Statistic]:
+    """Return what every loss reports; the slope, the factor of ∇log π(yₜ), is [B, T], or [B, 1].
 
     Responses whose loss is exactly 0, and those whose gradient is, because no token is kept: without an advantage, or
     with a weight of 0, both are; a response that is clipped as a whole has a loss. Tokens whose gradient is less than
     the equation's, because a ratio or a product of it is held. The log-ratios of whole responses (nats; 0 is
     on-policy), and the responses that were left out.
     """
-    has_loss_BT = (objective != 0) & batch.valid_BT
-    least = largest_ratio(slope_BT.dtype) * batch.advantages_BT.abs().clamp(max=1)
-    if batch.weights_BT is not None:
-        least = least * torch.where(batch.valid_BT, batch.weights_BT, 0).clamp(max=1)
     sample = batch.sequence_log_ratio_B[batch.rows_B]
+    least = batch.advantages_BT.abs().clamp_(max=1).mul_(largest_ratio(slope_BT.dtype))
+    if batch.weights_BT is not None:
+        least = least * torch.where(batch.valid_BT, batch.weights_BT, 0).clamp_(max=1)
+    held_BT = (slope_BT >= least) | (slope_BT <= least.neg_())
     return {
-        "actor/zero_loss_responses": count(batch.rows_B & ~has_loss_BT.any(dim=-1)),
-        "actor/zero_gradient_responses": count(batch.rows_B & ~kept_BT.any(dim=-1)),
-        "actor/held_tokens": count(kept_BT & (slope_BT.abs() >= least)),
+        "actor/zero_loss_responses": Count((batch.rows_B & ~has_loss_B).sum().double()),
+        "actor/zero_gradient_responses": Count((batch.rows_B & ~kept_BT.any(dim=-1)).sum().double()),
+        "actor/held_tokens": Count((kept_BT & held_BT).count_nonzero().double()),
         **{f"actor/seq_log_ratio_q{round(100 * q):02d}": Quantile(sample, q) for q in QUANTILES},
-        "actor/nonfinite_responses": count(batch.nonfinite),
+        "actor/nonfinite_responses": Count(batch.nonfinite.double()),
     }

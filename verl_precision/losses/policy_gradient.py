@@ -12,21 +12,13 @@ from torch import Tensor
 
 from verl_precision.losses import metrics as reported
 from verl_precision.losses.aggregation import Aggregation
-from verl_precision.losses.clipping import Ratio
 from verl_precision.losses.metrics import LossOutput
-from verl_precision.losses.ratios import Batch, bounded, bounded_exp, checked_batch, loss_with_slope
+from verl_precision.losses.ratios import Batch, bounded_, bounded_exp, checked_batch, loss_with_slope
 from verl_precision.losses.registry import policy_loss
-from verl_precision.losses.settings import require_threshold
-
-OF_THE_RESPONSE = Ratio("sequence", decoupled=None)
+from verl_precision.losses.settings import Ratio, require_threshold
 
 
-@policy_loss(
-    "vp_pg_seq_is",
-    "policy gradient, importance weight of the whole response",
-    "arXiv 2510.26788 eq. (5)",
-    OF_THE_RESPONSE,
-)
+@policy_loss("vp_pg_seq_is", "importance weight of the response", "arXiv 2510.26788 eq. (5)", Ratio("sequence"))
 def pg_seq_is(
     trainer_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
     aggregation: Aggregation,
@@ -47,7 +39,7 @@ def pg_seq_is(
     return _policy_gradient(batch, bounded_exp(batch.sequence_log_ratio_B, batch.dtype), aggregation)
 
 
-@policy_loss("vp_pg_seq_tis", "pg_seq_is with the weight truncated at C", "arXiv 2510.26788 eq. (6)", OF_THE_RESPONSE)
+@policy_loss("vp_pg_seq_tis", "that weight, truncated at C", "arXiv 2510.26788 eq. (6)", Ratio("sequence"))
 def pg_seq_tis(
     trainer_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
     aggregation: Aggregation, threshold: float = 3.0,
@@ -71,7 +63,7 @@ def pg_seq_tis(
     return output.adding({"actor/truncated_fraction": reported.fraction(beyond_B, batch.rows_B)})
 
 
-@policy_loss("vp_pg_seq_mis", "pg_seq_is with responses rejected beyond C", "arXiv 2510.26788 eq. (7)", OF_THE_RESPONSE)
+@policy_loss("vp_pg_seq_mis", "that weight, rejected beyond C", "arXiv 2510.26788 eq. (7)", Ratio("sequence"))
 def pg_seq_mis(
     trainer_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
     aggregation: Aggregation, threshold: float = 3.0,
@@ -98,12 +90,9 @@ def pg_seq_mis(
 def _policy_gradient(batch: Batch, weight_B: Tensor, aggregation: Aggregation) -> LossOutput:
     """Return the loss with gradient w ∇log π(y) A."""
     weight_B = weight_B.to(batch.dtype)
-    slope_BT = bounded(weight_B.unsqueeze(-1) * batch.advantages_BT)
-    if slope_BT.shape[-1] == 1:
-        objective_B = slope_BT[:, 0]
-    else:
-        objective_B = torch.where(batch.valid_BT, slope_BT, 0).sum(dim=-1) / batch.lengths_B.clamp(min=1)
+    slope_BT = bounded_(weight_B.unsqueeze(-1) * batch.advantages_BT)
+    objective_B = torch.where(batch.valid_BT, slope_BT, 0).sum(dim=-1) / batch.lengths_B.clamp(min=1)
     kept_BT = (slope_BT != 0) & batch.valid_BT
     metrics = reported.weight_statistics(weight_B, batch.rows_B)
-    metrics |= reported.shared_metrics(batch, slope_BT, slope_BT, kept_BT)
+    metrics |= reported.shared_metrics(batch, kept_BT.any(dim=-1), slope_BT, kept_BT)
     return LossOutput(loss_with_slope(batch, objective_B, slope_BT, aggregation), metrics, kept_BT)

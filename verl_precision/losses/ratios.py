@@ -1,15 +1,13 @@
 """What every loss shares: checked inputs, probability ratios, and a loss with a given gradient.
 
-Shapes: B responses, T response tokens (padded). π is the policy of the trainer, μ that of the rollout, θ the weights
-being updated, θ' those the rollout was drawn with.
-
-Weights, ratios and clipping decisions need no automatic differentiation: the gradient of every estimator of this
-package is Σ_t slope_t ∇log π(y_t) with slopes that are plain numbers. So they are computed without a graph, and
-`loss_with_slope` hands them to autograd as they are. That is exact, and no overflow or NaN of an intermediate result
-can reach a gradient by way of 0 x inf.
+Shapes: B responses, T response tokens (padded). Weights, ratios and clipping decisions need no automatic
+differentiation: the gradient of every estimator of this package is Σ_t slope_t ∇log π(y_t) with slopes that are plain
+numbers. So they are computed without a graph, and `loss_with_slope` hands them to autograd as they are. That is exact,
+and no overflow or NaN of an intermediate result can reach a gradient by way of 0 x inf.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,8 +17,7 @@ from verl_precision.losses.aggregation import Aggregation, row_scale
 
 # Guard 1. A ratio beyond the root of the largest number of its type over HEADROOM is held there: above e^25.9 in
 # float32 and e^336.5 in float64. The root, because the gradient's norm sums squares. HEADROOM is what may multiply it
-# before they overflow: the norm of ∇log π(yₜ), tokens summed. There is no guard below: exp underflows to 0, which is
-# the nearest number.
+# before they overflow: the norm of ∇log π(yₜ), tokens summed. Below, exp underflows to 0, the nearest number.
 HEADROOM = 1e8
 
 
@@ -31,13 +28,13 @@ def largest_ratio(dtype: torch.dtype) -> float:
 
 def bounded_exp(log_ratio: Tensor, dtype: torch.dtype) -> Tensor:
     """Return exp(log_ratio) as `dtype`, never inf: values beyond `largest_ratio(dtype)` are that value."""
-    return log_ratio.exp().clamp(max=largest_ratio(dtype)).to(dtype)
+    return log_ratio.exp().clamp_(max=largest_ratio(dtype)).to(dtype)
 
 
-def bounded(slope: Tensor) -> Tensor:
-    """Hold ratio x advantage within ±`largest_ratio` (guard 2, for advantages beyond 1 at the largest ratio)."""
-    limit = largest_ratio(slope.dtype)
-    return slope.clamp(-limit, limit)
+def bounded_(product: Tensor) -> Tensor:
+    """Hold ratio x advantage within ±`largest_ratio`, in place: guard 2, for |A| > 1 at the largest ratio."""
+    limit = largest_ratio(product.dtype)
+    return product.clamp_(-limit, limit)
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class Batch:
         """Responses with at least one token that counts."""
         return self.lengths_B > 0
 
-    @property
+    @cached_property
     def sequence_log_ratio_B(self) -> Tensor:
         """[B] float64, log of the ratio of whole responses: Σ_t log_ratio_t, summed in float64."""
         sums_B = self.log_ratio_BT.sum(dim=-1, dtype=torch.float64)
@@ -80,39 +77,30 @@ class Batch:
 
 
 def checked_batch(
-    trainer_log_probs: Tensor,
-    other_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    rollout_is_weights: Tensor | None = None,
-    other: str = "proximal_log_probs",
-) -> Batch:
-    """Check shapes and types, form the ratio, and leave out responses that hold a non-finite number.
-
-    The ratio is that of π to the policy of `other_log_probs`, which errors call `other`.
-    """
+    trainer_log_probs: Tensor, other_log_probs: Tensor, advantages: Tensor, response_mask: Tensor,
+    rollout_is_weights: Tensor | None = None, other: str = "proximal_log_probs",
+) -> Batch:  # fmt: skip
+    """Check shapes and types, form the ratio to what errors call `other`, and leave out broken responses."""
     named = {"trainer_log_probs": trainer_log_probs, other: other_log_probs, "advantages": advantages}
-    if rollout_is_weights is not None:
-        named["rollout_is_weights"] = rollout_is_weights
+    named |= {} if rollout_is_weights is None else {"rollout_is_weights": rollout_is_weights}
     shape = getattr(trainer_log_probs, "shape", ())
     for name, tensor in {**named, "response_mask": response_mask}.items():
         if not isinstance(tensor, Tensor) or (name in named and not tensor.is_floating_point()):
             got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             allowed = "a floating-point tensor" if name in named else "a tensor, nonzero where a token counts"
-            tokens = isinstance(tensor, Tensor) and name.endswith("log_probs")
-            remedy = "Pass log-probs, not tokens." if tokens else f"Pass torch.as_tensor({name}).float()."
+            remedy = f"Pass torch.as_tensor({name}).float(); log-probs, not tokens."
             raise ConfigurationError(f"{name} is {got}", allowed=allowed, remedy=remedy)
         per_response = name == "advantages" and tensor.shape in (shape[:1], (*shape[:1], 1))
         if len(shape) != 2 or not (tensor.shape == shape or per_response):
             raise ConfigurationError(
                 f"{name} has shape {tuple(tensor.shape)}, trainer_log_probs {tuple(shape)}",
                 allowed="[responses, tokens] for all of them (advantages also [responses] or [responses, 1])",
-                remedy="Give each response or token one." if name == "advantages" else "Pad them to the same width.",
+                remedy="Pad them to the same width, or give each response one advantage.",
             )
     with torch.no_grad():
         dtype = torch.promote_types(trainer_log_probs.dtype, torch.float32)
         mask_BT = response_mask.bool()
-        log_ratio_BT = torch.where(mask_BT, trainer_log_probs.to(dtype) - other_log_probs, 0).to(dtype)
+        log_ratio_BT = (trainer_log_probs.to(dtype) - other_log_probs).masked_fill_(~mask_BT, 0).to(dtype)
         advantages_BT = (advantages if advantages.dim() == 2 else advantages.unsqueeze(-1)).to(dtype)
         finite_B = _finite_rows(log_ratio_BT) & _finite_rows(torch.where(mask_BT, advantages_BT, 0))
         if rollout_is_weights is not None:
@@ -130,19 +118,14 @@ def _finite_rows(values_BT: Tensor) -> Tensor:
     return low_B.isfinite() & high_B.isfinite()
 
 
-def loss_with_slope(batch: Batch, objective: Tensor, slope_BT: Tensor, aggregation: Aggregation) -> Tensor:
-    """Return the loss (minus the aggregated objective) whose gradient is that of Σ slope log π.
+def loss_with_slope(batch: Batch, objective_B: Tensor, slope_BT: Tensor, aggregation: Aggregation) -> Tensor:
+    """Return the loss, minus the aggregated objective of the responses, whose gradient is that of Σ slope log π.
 
-    Only the trainer's log-probs receive a gradient. The objective is [B, T] of each token or [B] of each response; the
-    slope, factor of ∇log π(yₜ), counts where `batch.valid_BT`.
+    Only the trainer's log-probs receive a gradient. The slope, factor of ∇log π(yₜ), counts where `batch.valid_BT`.
     """
     with torch.no_grad():
         scale = row_scale(batch.lengths_B, aggregation, slope_BT.dtype)
-        if objective.dim() == 2:
-            sums_B = torch.where(batch.valid_BT, objective, 0).sum(dim=-1)
-        else:
-            sums_B = torch.where(batch.rows_B, objective, 0)
-        value = -(sums_B * scale).sum()
+        value = -(torch.where(batch.rows_B, objective_B, 0) * scale).sum()
         per_token = -scale if scale.dim() == 0 else -scale.unsqueeze(-1)
         gradient_BT = torch.where(batch.valid_BT, slope_BT * per_token, 0)
     loss: Tensor = _GivenGradient.apply(batch.trainer_log_probs, value, gradient_BT)

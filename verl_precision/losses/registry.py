@@ -1,4 +1,4 @@
-"""The policy losses by name, and the decorator that adds one.
+"""The policy losses by name, the decorator that adds one, and the loss that a config chooses.
 
 A loss says by its parameters' names what it needs, and whoever calls it (`PolicyLoss.__call__`) passes just that:
 
@@ -14,18 +14,18 @@ A loss says by its parameters' names what it needs, and whoever calls it (`Polic
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from typing_extensions import Self
 
 from verl_precision.base.errors import RegistrationError
 from verl_precision.losses.aggregation import Aggregation
-from verl_precision.losses.clipping import NO_RATIO, VERLS_RATIOS, Ratio
 from verl_precision.losses.metrics import LossOutput
-from verl_precision.losses.settings import LossSettings
+from verl_precision.losses.settings import NO_RATIO, VERLS_RATIOS, LossSettings, Ratio, clip_range
 
 # What an equation calls the one tensor that verl calls `old_log_prob`, by the policy that it divides by.
 OLD_LOG_PROBS = ("rollout_log_probs", "proximal_log_probs")
@@ -56,7 +56,7 @@ PARAMETERS = frozenset({*LossInputs._fields, *OLD_LOG_PROBS, *SETTINGS, "aggrega
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """An entry of the registry, with the arguments of `policy_loss` as fields."""
+    """An entry of the registry."""
 
     function: Loss
     summary: str
@@ -105,17 +105,13 @@ def policy_loss(name: str, summary: str, equation: str, ratio: Ratio | None = No
         parameters = inspect.signature(function).parameters
         required = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
         if not {"trainer_log_probs"} <= required <= PARAMETERS:
-            wrong = ", ".join(required - PARAMETERS) or "the parameter for the trainer's log-probs"
-            raise RegistrationError(
-                f"policy loss {name!r} takes ({', '.join(parameters)})",
-                allowed=f"trainer_log_probs, and any of {', '.join(sorted(PARAMETERS))}; others need a default",
-                remedy=f"Rename {wrong}.",
-            )
+            problem = f"policy loss {name!r} takes ({', '.join(parameters)})"
+            allowed = f"trainer_log_probs, and any of {', '.join(sorted(PARAMETERS))}; others need a default"
+            raise RegistrationError(problem, allowed=allowed, remedy="Rename the others.")
         entry = PolicyLoss(function, summary, equation, ratio)
         taken = _losses.get(name)
         if taken is not None and taken.function is not function:
-            owner = f"{taken.function.__module__}.{taken.function.__qualname__}"
-            problem = f"policy loss {name!r} is {owner} already"
+            problem = f"policy loss {name!r} is {taken.function.__module__}.{taken.function.__qualname__} already"
             raise RegistrationError(problem, allowed="one loss per name", remedy="Rename yours.")
         for listener in _listeners:
             listener(name, entry)
@@ -141,3 +137,44 @@ def ratio_of(actor: Mapping[str, Any]) -> Ratio | None:
         return NO_RATIO
     ours = POLICY_LOSSES.get(name)
     return VERLS_RATIOS.get(name) if ours is None else ours.ratio
+
+
+@dataclass(frozen=True)
+class LossInUse:
+    """The loss of a run with its numbers, which decide about its tokens; plain, to be kept with them."""
+
+    name: str  # in words
+    loss: str  # verl's `loss_mode`
+    bounds: Mapping[str, float] = field(default_factory=dict)  # of `LossSettings`, those that are not left to the loss
+    against_rollout: bool = True  # are the old log-probs the rollout's (bypass mode)? else the ratio is 1
+    level: str | None = None  # `rollout_is`, and its threshold
+    level_threshold: Any = None
+    clip: tuple[bool, float, float, float] | None = None  # `ClipRange` of a loss of verl's own
+    beta_in_ratio: bool = True  # does the loss see the trainer's log-probs, and not a shadow's?
+    known: bool = True  # does the loss say where its tokens lose their gradient?
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Return the loss of a composed config of verl's."""
+        actor = config["actor_rollout_ref"]["actor"]
+        correction = config["algorithm"].get("rollout_correction") or {}
+        shadow = (actor.get("fsdp_config") or {}).get("shadow") or {}
+        loss, bypass = actor["policy_loss"].get("loss_mode", "vanilla"), bool(correction.get("bypass_mode"))
+        level = None if bypass else correction.get("rollout_is")
+        entry, ratio = POLICY_LOSSES.get(loss), ratio_of(actor)
+        bounds, clip, known = {}, None, True
+        if entry is not None:
+            bounds = LossSettings.from_config(actor, entry.parameters).arguments()
+        else:
+            clip = clip_range(ratio, actor) if ratio is not None else None
+            by_itself = loss == "bypass_mode" and (correction.get("rollout_is") or correction.get("rollout_rs"))
+            known = clip is not None and loss != "clip_cov" and not by_itself
+        name = loss.removeprefix("vp_") + (f" with {level.removeprefix('vp_')}" if level else "")
+        if bypass and not (entry is not None and "rollout_log_probs" in entry.parameters):
+            name += ", bypass mode"
+        threshold, from_shadow = correction.get("rollout_is_threshold"), shadow.get("ratio_source") == "shadow"
+        return cls(name, loss, bounds, bypass, level, threshold if level else None, clip, not from_shadow, known)
+
+    def settings(self) -> dict[str, Any]:
+        """Return plain values; `LossInUse(**values)` is the same again."""
+        return asdict(self)

@@ -104,7 +104,7 @@ class WeightKind(NamedTuple):
 
     weights: Callable[..., Tensor]
     bounds: Callable[[object, str], Any]  # of its threshold; called with a value and the name of the setting
-    of_responses: bool = False  # one weight for each response, or for each token?
+    of_responses: bool = False  # has each response one weight?
     of_log_probs: bool = False  # are both policies' log-probs needed, and not only their difference?
 
 
@@ -115,19 +115,14 @@ WEIGHT_KINDS: Mapping[str, WeightKind] = {
     "vp_icepop": WeightKind(icepop_weights, require_band),
     "vp_kpop": WeightKind(kpop_weights, require_divergence, of_log_probs=True),
 }
-"""Levels of this package, beside verl's own."""
 
 
 def _checked(log_ratio: Tensor, response_mask: Tensor) -> Tensor:
     """Return the log-ratio without graph, 0 where masked."""
-    if not log_ratio.is_floating_point():
-        raise ConfigurationError(f"log_ratio is {log_ratio.dtype}", allowed="a floating-point tensor, in nats")
-    if log_ratio.shape != response_mask.shape or log_ratio.dim() != 2:
-        raise ConfigurationError(
-            f"log_ratio has shape {tuple(log_ratio.shape)}, response_mask {tuple(response_mask.shape)}",
-            allowed="one shape [responses, tokens] for both",
-            remedy="Pad them to the same width.",
-        )
+    if log_ratio.shape != response_mask.shape or log_ratio.dim() != 2 or not log_ratio.is_floating_point():
+        shapes = f"has shape {tuple(log_ratio.shape)}, response_mask {tuple(response_mask.shape)}"
+        allowed = "a floating-point tensor, in nats, and one shape [responses, tokens] for both"
+        raise ConfigurationError(f"log_ratio is {log_ratio.dtype} and {shapes}", allowed=allowed)
     return torch.where(response_mask.bool(), log_ratio.detach(), 0)
 
 

@@ -1,14 +1,21 @@
-"""The settings that a loss reads of a config: `LossSettings`, their bounds, and what a worker must be told."""
+"""What a loss reads of a config: its settings with their bounds, and where it clips, stated once for each loss.
+
+verl hands every loss one tensor of old log-probs. Outside bypass mode the trainer computed them, so that its rounding
+cancels in the ratio; in bypass mode they are the rollout's, and the precision gap is in the ratio.
+"""
 
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from typing_extensions import Self
 
 from verl_precision.base.errors import ConfigurationError, filled
 from verl_precision.base.files import table_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ACTOR = "actor_rollout_ref.actor"
 THRESHOLD = f"{ACTOR}.policy_loss.rollout_correction.rollout_is_threshold"
@@ -22,31 +29,23 @@ _WORDS = table_of(__file__, "settings.json")
 class Bounds:
     """The numbers that a setting may have. Call it with a value to check it."""
 
-    setting: str  # its name in a config
     holds: Callable[[float], bool]  # whether a finite number is within the bounds
-    problem: str  # of a number beyond them
-    allowed: str  # the bounds in words
-    remedy: str
+    words: Mapping[str, str]  # of the error: setting, problem, allowed, remedy
 
     def __call__(self, value: object, setting: str | None = None) -> float:
-        """Return a config's value as a float, or raise `ConfigurationError` that names `setting`, if that is another.
-
-        The value must be a finite number (a bool is none) within the bounds.
-        """
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or not self.holds(value):  # type: ignore[arg-type]
-            raise ConfigurationError(
-                self.problem, setting=setting or self.setting, value=value, allowed=self.allowed, remedy=self.remedy
-            )
-        return float(value)  # type: ignore[arg-type]
+        """Return a finite number within the bounds as a float, or raise an error that names `setting`, if another."""
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            if self.holds(value):
+                return float(value)
+        raise ConfigurationError(value=value, **{**self.words, **({"setting": setting} if setting else {})})
 
 
 # Below 1, C would truncate or reject responses that are exactly on-policy (ratio 1).
-require_threshold = Bounds(**_WORDS["threshold"], holds=lambda threshold: threshold >= 1)
-require_divergence = Bounds(**_WORDS["divergence"], holds=lambda divergence: divergence > 0)
-require_clip_low = Bounds(**_WORDS["clip_low"], holds=lambda low: 0 < low <= 1)
-require_clip_high = Bounds(**_WORDS["clip_high"], holds=lambda high: high > 0)
-require_normalizer = Bounds(**_WORDS["normalizer"], holds=lambda normalizer: normalizer > 0)
+require_threshold = Bounds(lambda threshold: threshold >= 1, _WORDS["threshold"])
+require_divergence = Bounds(lambda divergence: divergence > 0, _WORDS["divergence"])
+require_clip_low = Bounds(lambda low: 0 < low <= 1, _WORDS["clip_low"])
+require_clip_high = Bounds(lambda high: high > 0, _WORDS["clip_high"])
+require_normalizer = Bounds(lambda normalizer: normalizer > 0, _WORDS["normalizer"])
 
 
 @dataclass(frozen=True)
@@ -116,3 +115,61 @@ def require_plain_weights(normalised: object, level: str) -> None:
     """Require that verl does not normalise weights of this package, of a level of `rollout_weights.WEIGHT_KINDS`."""
     if normalised:
         raise ConfigurationError(value=normalised, **filled(_WORDS["plain"], level=level))
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The ratio of a loss: π(θ) over the policy of the old log-probs.
+
+    Attributes:
+        level: What has a ratio of its own: each "token", each "sequence" (response), or nothing ("none").
+        clip: How `actor.clip_ratio_low` and `actor.clip_ratio_high` bound the ratio, where a token beyond the bound has
+            a gradient of exactly zero: "ratio" to [1 - low, 1 + high]; "dual" the same, and below `clip_ratio_c` where
+            the advantage is negative; "log" to [e^-low, e^high]. None: no token loses its gradient to a clip range.
+            The ratio of a sequence that is clipped is the geometric mean of its tokens'.
+    """
+
+    level: Literal["token", "sequence", "none"]
+    clip: Literal["ratio", "dual", "log"] | None = None
+
+
+NO_RATIO = Ratio("none")
+
+VERLS_RATIOS: Mapping[str, Ratio] = {
+    "vanilla": Ratio("token", "dual"),
+    "bypass_mode": Ratio("token", "dual"),  # with loss_type=ppo_clip; reinforce has none
+    "clip_cov": Ratio("token", "ratio"),
+    "gspo": Ratio("sequence", "ratio"),
+    "geo_mean": Ratio("token", "log"),
+    # the clip range of the first two bounds a divergence of probabilities
+    **dict.fromkeys(("dppo_tv", "dppo_kl", "sapo", "kl_cov", "cispo", "dro"), Ratio("token")),
+    "gpg": NO_RATIO,
+}
+"""verl's name of a loss -> its ratio; those of this package stand at their functions (`registry.policy_loss`)."""
+
+
+class ClipRange(NamedTuple):
+    """Where a loss clips, in nats of log-ratio; plain numbers, because it travels to the workers."""
+
+    sequence: bool  # the ratio is that of whole responses
+    low: float  # clipped below if the advantage is negative
+    high: float  # clipped above if it is positive
+    dual: float = math.inf  # clipped above if it is negative
+
+    def has_no_gradient(self, log_ratio: "Tensor", advantages: "Tensor") -> "Tensor":
+        """Return where a token of this log-ratio, of a token or a response, and this advantage loses its gradient."""
+        beyond = (log_ratio < self.low) | (log_ratio > self.dual)
+        return ((log_ratio > self.high) & (advantages > 0)) | (beyond & (advantages < 0))
+
+
+def clip_range(ratio: Ratio, actor: Mapping[str, Any]) -> ClipRange | None:
+    """Return where a loss with this ratio clips, given the config's `actor_rollout_ref.actor`; None: it does not."""
+    if ratio.clip is None:
+        return None
+    low, high = clip_bounds(actor)
+    sequence = ratio.level == "sequence"
+    if ratio.clip == "log":
+        return ClipRange(sequence, -low, high)
+    lowest = math.log1p(-low) if low < 1 else -math.inf  # no ratio is below 0
+    dual = math.log(actor.get("clip_ratio_c") or 3.0) if ratio.clip == "dual" else math.inf
+    return ClipRange(sequence, lowest, math.log1p(high), dual)

@@ -2,13 +2,12 @@
 
 statistics      the gap between trainer and rollout: `MismatchStatistics`
 phantom         the gap split into alpha and beta, and phantom clipping: `PhantomStatistics`
-staleness       the same by how many versions of the weights a response is behind
-turns           the same by turn of an agent loop
+groups          the same by how many versions of the weights a response is behind, and by turn of an agent loop
 candidates      which responses' tokens a run keeps
-token_bins      means by probability and by sign of the advantage; histogram: the gap on a fixed grid, and quantiles
-token_sums      sums over tokens, by torch; fused, fused_kernel: the same in one pass, by numba
+token_sums      what the metrics are made of: sums over tokens, their classes, the histogram of the gap
+fused           the same sums in one pass, by numba; fused_kernel: the compiled loops
 packing         from padded or jagged batches to chunks of valid tokens
-alarm           says when a run is on its way to collapse, and what to do; remedies: what each alarm means
+alarm           says when a run is on its way to collapse, and what to do
 drift_detector  sustained growth, and persistence, of one number a step
 metric_names    names of the metrics that alarm and report read
 settings        the block `mismatch` of a config

@@ -9,14 +9,16 @@ Pure Python; verl is not needed. Method, reasons and measured rates: docs/alarm.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from typing_extensions import Self
+
 from verl_precision.base.errors import MismatchAlarmError
+from verl_precision.base.files import table_of
 from verl_precision.base.state import refused_in_words, require_fields
 from verl_precision.mismatch import metric_names as names
 from verl_precision.mismatch.drift_detector import EVERY, Growth, Persistence
-from verl_precision.mismatch.remedies import ADVICE, Advice
 from verl_precision.mismatch.settings import AlarmSettings
 
 # Below these a mismatch is held to be none: |gap| of 1e-5 nats is some ten units of float32's last place at a log-prob
@@ -30,13 +32,42 @@ NOT_FINITE = {
     "rollout_not_finite": names.NONFINITE_ROLLOUT,
     "responses_not_finite": names.NONFINITE_RESPONSES,
 }
+_KNOWN = table_of(__file__, "remedies.yaml")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The advice that one alarm gives."""
+
+    meaning: str  # for the run
+    try_first: tuple[str, ...]  # strongest fix first
+    severe: bool  # `on_alarm=stop` ends the run: the gradient is wrong, or there is none
+
+    def without(self, in_use: Collection[str]) -> Self:
+        """Return the advice without the remedies that a run has already."""
+        return replace(self, try_first=tuple(remedy for remedy in self.try_first if remedy not in in_use))
+
+
+ADVICE = {name: Advice(**{**one, "try_first": tuple(one["try_first"])}) for name, one in _KNOWN["advice"].items()}
+
+
+def remedies_in_use(train: str, rollout: str, weighs_sequences: bool, verifies_syncs: bool) -> frozenset[str]:
+    """Return the remedies that a run has already; dtypes of trainer and rollout are bf16, fp16 or fp32."""
+    has = {
+        "match_precisions": train == rollout != "bf16",
+        "train_bf16": train == "bf16",
+        "sample_bf16": rollout == "bf16",
+        "weigh_sequences": weighs_sequences,
+        "verify_syncs": verifies_syncs,
+    }
+    return frozenset(_KNOWN["remedies"][name] for name, on in has.items() if on)
 
 
 @dataclass(frozen=True)
 class Alarm:
     """One finding, reported once."""
 
-    name: str  # which check; a key of `remedies.ADVICE`
+    name: str  # which check; a key of `ADVICE`
     metric: str  # name of the metric that raised it
     seen: float  # value of the metric at `step`
     normal: str  # the baseline or bound that it is compared with, in words
@@ -46,19 +77,16 @@ class Alarm:
 
     def __str__(self) -> str:
         """Return it as several lines for people."""
-        fixes = "\n".join(f"  {number}. {fix}" for number, fix in enumerate(self.advice.try_first, 1))
-        return (
-            f"ALARM {self.name} at step {self.step}, since step {self.since_step}\n"
-            f"  {self.metric} = {self.seen:.3g}; {self.normal}\n"
-            f"  {self.advice.meaning}\n"
-            f"  Try, strongest first:\n{fixes}"
-        )
+        lines = [f"ALARM {self.name} at step {self.step}, since step {self.since_step}"]
+        lines += [f"  {self.metric} = {self.seen:.3g}; {self.normal}", f"  {self.advice.meaning}"]
+        lines += ["  Try, strongest first:", *(f"  {i}. {fix}" for i, fix in enumerate(self.advice.try_first, 1))]
+        return "\n".join(lines)
 
     def row(self) -> dict[str, object]:
         """Return it as a row of a table."""
         said = {"step": self.step, "alarm": self.name, "metric": self.metric, "value": self.seen, "normal": self.normal}
-        advice = {"meaning": self.advice.meaning, "try_first": "; ".join(self.advice.try_first)}
-        return {**said, "since_step": self.since_step, **advice}
+        said |= {"since_step": self.since_step, "meaning": self.advice.meaning}
+        return {**said, "try_first": "; ".join(self.advice.try_first)}
 
 
 class Limit(NamedTuple):
@@ -69,55 +97,49 @@ class Limit(NamedTuple):
     allowed: str
 
 
-class Watch:
-    """What raises an alarm: limits, of which any counts, and the patience that they share."""
-
-    def __init__(self, steps: int, *limits: Limit) -> None:
-        self.patience, self.limits = Persistence(steps, returns=True), limits
-
-
-def _watched(s: AlarmSettings) -> dict[str, Watch]:
-    """Return of each alarm what raises it, after how many measurements in a row."""
+def _limits(s: AlarmSettings) -> dict[str, tuple[int, list[Limit]]]:
+    """Return of each alarm after how many measurements in a row it is raised, and its limits, of which any counts."""
     share, gap = f"allowed up to {s.affected_fraction:g} of the tokens", f"allowed within ±{s.extreme_gap:g}"
-    clipped = Limit(names.PHANTOM_CLIPPED, lambda x: x > s.affected_fraction, share)
     overflow = f"allowed in fewer than {s.skipped_steps} steps in a row, and than one in {EVERY}"
-    scale = f"minimum {s.loss_scale_minimum:g}"
-    apart = (
-        Limit(names.PROBS_PEARSON, lambda x: x < s.sync_pearson, f"one policy has at least {s.sync_pearson:g}"),
-        Limit(names.LOG_PROB_GAP, lambda x: x > s.sync_gap, f"one policy has at most {s.sync_gap:g} nats"),
-    )
     few, most = f"allowed down to {s.effective_fraction:g} of the ", 1 - s.effective_fraction
-    rejected = Limit(names.REJECTED_TOKENS, lambda x: x > most, f"allowed up to {most:g} of the tokens")
     # Weights of 0 and 1 have an effective sample size too: what verl's rejection keeps.
     sizes = [Limit(key, lambda x: x < s.effective_fraction, few + unit) for key, unit in names.SAMPLE_SIZES.items()]
+    sizes.append(Limit(names.REJECTED_TOKENS, lambda x: x > most, f"allowed up to {most:g} of the tokens"))
     extremes = [Limit(key, lambda x: abs(x) > s.extreme_gap, gap) for key in (names.PROB_GAP_MIN, names.PROB_GAP_MAX)]
+    clipped = Limit(names.PHANTOM_CLIPPED, lambda x: x > s.affected_fraction, share)
+    scale = Limit(names.LOSS_SCALE, lambda x: x <= s.loss_scale_minimum, f"minimum {s.loss_scale_minimum:g}")
+    apart = [
+        Limit(names.PROBS_PEARSON, lambda x: x < s.sync_pearson, f"one policy has at least {s.sync_pearson:g}"),
+        Limit(names.LOG_PROB_GAP, lambda x: x > s.sync_gap, f"one policy has at most {s.sync_gap:g} nats"),
+    ]
     return {
-        **{name: Watch(NOT_FINITE_STEPS, Limit(key, lambda x: x > 0, "allowed 0")) for name, key in NOT_FINITE.items()},
-        "extreme_prob_gap": Watch(s.persist_steps, *extremes),
-        "phantom_clipping": Watch(s.persist_steps, clipped),
-        "low_effective_sample_size": Watch(s.persist_steps, *sizes, rejected),
-        "repeated_overflow": Watch(s.skipped_steps, Limit(names.SKIPPED_STEPS, lambda x: x > 0, overflow)),
-        "loss_scale_at_minimum": Watch(1, Limit(names.LOSS_SCALE, lambda x: x <= s.loss_scale_minimum, scale)),
+        **{name: (NOT_FINITE_STEPS, [Limit(key, lambda x: x > 0, "allowed 0")]) for name, key in NOT_FINITE.items()},
+        "extreme_prob_gap": (s.persist_steps, extremes),
+        "phantom_clipping": (s.persist_steps, [clipped]),
+        "low_effective_sample_size": (s.persist_steps, sizes),
+        "repeated_overflow": (s.skipped_steps, [Limit(names.SKIPPED_STEPS, lambda x: x > 0, overflow)]),
+        "loss_scale_at_minimum": (1, [scale]),
         # One step with a policy that is not the trainer's is enough to look; two rule out a batch of a few tokens.
-        "policies_differ": Watch(2, *apart),
+        "policies_differ": (2, apart),
     }
 
 
 class MismatchAlarm:
-    """All checks of a run; remedies `in_use` by it already are not offered (`remedies.remedies_in_use`)."""
+    """All checks of a run; remedies `in_use` by it already are not offered (`remedies_in_use`)."""
 
     def __init__(self, settings: AlarmSettings | None = None, in_use: Collection[str] = ()) -> None:
-        self.settings = s = settings or AlarmSettings()
-        self.in_use = in_use
-        self._watched = _watched(s)
+        self.settings, self.in_use = (s := settings or AlarmSettings()), in_use
         self._growing = {
             "k3_growth": Growth(1, K3_FLOOR, s.baseline_steps, s.allowed_growth, s.evidence_steps),
             "gap_growth": Growth(2, GAP_FLOOR, s.baseline_steps, s.allowed_growth, s.evidence_steps),
         }
+        limits = _limits(s)
+        self._limits = {name: of_any for name, (_, of_any) in limits.items()}
+        self._patience = {name: Persistence(steps, returns=True) for name, (steps, _) in limits.items()}
 
     @property
     def _detectors(self) -> dict[str, Growth | Persistence]:
-        return {**self._growing, **{name: watch.patience for name, watch in self._watched.items()}}
+        return {**self._growing, **self._patience}
 
     @property
     def active(self) -> list[str]:
@@ -147,13 +169,13 @@ class MismatchAlarm:
             value = names.of_current_version(metrics, metric)
             if value is not None and growth.update(step, value):
                 raised.append(self._alarm(name, metric, value, growth.normal(), step, growth))
-        for name, watch in self._watched.items():
-            values = ((names.value_of(metrics, limit.metric), limit) for limit in watch.limits)
+        for name, patience in self._patience.items():
+            values = ((names.value_of(metrics, limit.metric), limit) for limit in self._limits[name])
             found = [(limit.beyond(x), x, limit) for x, limit in values if x is not None and not math.isnan(x)]
             if found:
                 beyond, value, limit = max(found, key=lambda item: item[0])  # the first beyond, or else the first
-                if watch.patience.update(step, beyond):
-                    raised.append(self._alarm(name, limit.metric, value, limit.allowed, step, watch.patience))
+                if patience.update(step, beyond):
+                    raised.append(self._alarm(name, limit.metric, value, limit.allowed, step, patience))
         return raised
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,12 +189,10 @@ class MismatchAlarm:
             for name, detector in fresh._detectors.items():
                 require_fields(type(detector), state[name])
                 detector.load(state[name])
-        self._growing, self._watched = fresh._growing, fresh._watched
+        self._growing, self._patience = fresh._growing, fresh._patience
 
-    def _alarm(
-        self, name: str, metric: str, seen: float, normal: str, step: int, detector: Growth | Persistence
-    ) -> Alarm:
-        began = step if detector.since is None else detector.since
+    def _alarm(self, name: str, metric: str, seen: float, normal: str, step: int, by: Growth | Persistence) -> Alarm:
+        began = step if by.since is None else by.since
         return Alarm(name, metric, seen, normal, step, began, ADVICE[name].without(self.in_use))
 
 
@@ -186,11 +206,7 @@ def first_alarms(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def act_on(alarms: list[Alarm], settings: AlarmSettings, log: Callable[[str], object]) -> None:
-    """Say each alarm of a step, the last words of the run included; end the run if it is to end.
-
-    Raises:
-        MismatchAlarmError: With `on_alarm=stop`, if an alarm is severe.
-    """
+    """Say each alarm of a step; with `on_alarm=stop`, if one is severe, raise `MismatchAlarmError`."""
     for alarm in alarms:
         log(str(alarm))
     severe = [alarm for alarm in alarms if alarm.advice.severe]

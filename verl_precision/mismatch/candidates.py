@@ -5,10 +5,10 @@ others those of the largest single gap, and the rest is drawn by lot from what i
 hash of step and identity, so that a step that is done again draws the same. Ties are broken by lot.
 """
 
-import dataclasses
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -33,13 +33,9 @@ class Candidate:
     shadow_log_probs: Tensor | None  # [T] float32
 
 
-def _size(number: float) -> float:
-    return float("inf") if number != number else abs(number)
-
-
-# One for each of `REASONS`: by what a candidate is chosen, the largest first.
+# One for each of `REASONS`: by what a candidate is chosen, the smallest first; a weight of NaN before all others.
 _RANKS: tuple[Callable[[Candidate], tuple[float, int]], ...] = (
-    lambda one: (-_size(one.log_weight), one.lot),
+    lambda one: (-math.inf if math.isnan(one.log_weight) else -abs(one.log_weight), one.lot),
     lambda one: (-one.largest_gap, one.lot),
     lambda one: (0.0, one.lot),
 )
@@ -74,52 +70,25 @@ class Candidates:
         shadow_log_probs: Tensor | None = None,
         lengths: Sequence[int] | None = None,
     ) -> Self:
-        """Choose from a batch, or a part of one.
+        """Choose from a batch, or a part of one; a response without a token of the policy is no candidate.
 
-        Args:
-            keep: N.
-            lots: Of each response; negative: it is padding, and never chosen.
-            trainer_log_probs: [B, T] floating, log π in nats, or nested (torch.jagged).
-            rollout_log_probs: Likewise, log μ.
-            response_mask: Likewise, nonzero where the policy wrote the token; what masked tokens hold never matters.
-            shadow_log_probs: As the trainer's.
-            lengths: Tokens of each response, where they are padded.
-
-        Returns:
-            The candidates, on the CPU. A response without a token of the policy is none.
+        Log-probs are [B, T] floating, in nats, or nested (torch.jagged); the mask likewise, nonzero where the policy
+        wrote the token: what other tokens hold never matters. A lot that is negative is that of padding. `lengths` has
+        the tokens of each response, where they are padded.
         """
-        flat = [
-            each.values() if each.is_nested else each.reshape(-1) for each in (trainer_log_probs, rollout_log_probs)
-        ]
-        mask_N = (response_mask.values() if response_mask.is_nested else response_mask.reshape(-1)).bool()
-        if trainer_log_probs.is_nested:
-            widths_B = trainer_log_probs.offsets().diff()  # type: ignore[attr-defined]
-        else:
-            widths_B = mask_N.new_full((len(lots),), trainer_log_probs.shape[1], dtype=torch.int64)
-        gap_N = torch.where(mask_N, flat[0].double() - flat[1], 0)
-        size_N = gap_N.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
-        totals_B, largest_B, counts_B = (
-            torch.segment_reduce(values, how, lengths=widths_B, initial=0).tolist()
-            for values, how in ((gap_N, "sum"), (size_N, "max"), (mask_N.double(), "sum"))
-        )
-        nothing = torch.zeros(0)
-        known = {
-            row: Candidate(lots[row], totals_B[row], largest_B[row], nothing, None)
-            for row, count in enumerate(counts_B)
-            if count and lots[row] >= 0
-        }
-        rows = {one.lot: row for row, one in known.items()}
-        chosen = _best(keep, known.values())
-
-        def tokens(batch: Tensor, row: int) -> Tensor:
-            length = None if lengths is None else lengths[row]
-            return batch[row][:length].float().cpu().clone()
-
+        rows = zip(trainer_log_probs.unbind(), rollout_log_probs.unbind(), response_mask.unbind(), strict=True)
+        known, row_of = [], {}
+        for row, (lot, (trainer, rollout, mask)) in enumerate(zip(lots, rows, strict=True)):
+            gap = trainer[mask.bool()].double() - rollout[mask.bool()]
+            if len(gap) and lot >= 0:
+                largest = gap.abs().nan_to_num(nan=torch.inf, posinf=torch.inf).max()
+                known.append(Candidate(lot, float(gap.sum()), float(largest), trainer, None))
+                row_of[lot] = row
         found = {}
-        for lot, one in chosen.items():
-            shadow = None if shadow_log_probs is None else tokens(shadow_log_probs, rows[lot])
-            log_probs = tokens(trainer_log_probs, rows[lot])
-            found[lot] = dataclasses.replace(one, log_probs=log_probs, shadow_log_probs=shadow)
+        for lot, one in _best(keep, known).items():
+            row, length = row_of[lot], None if lengths is None else lengths[row_of[lot]]
+            shadow = None if shadow_log_probs is None else _kept(shadow_log_probs[row], length)
+            found[lot] = replace(one, log_probs=_kept(one.log_probs, length), shadow_log_probs=shadow)
         return cls(keep, found)
 
     def merge(self, other: Self) -> Self:
@@ -133,6 +102,10 @@ class Candidates:
             for one in sorted(left.values(), key=rank)[:share]:
                 taken.append((left.pop(one.lot), reason))
         return taken
+
+
+def _kept(values_T: Tensor, length: int | None) -> Tensor:
+    return values_T[:length].float().cpu().clone()
 
 
 def _best(keep: int, candidates: Iterable[Candidate]) -> dict[int, Candidate]:

@@ -4,7 +4,6 @@ Both fire once, and again only after a clear recovery. Their state is plain JSON
 """
 
 import math
-from copy import copy
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -19,9 +18,8 @@ RETURNS, EVERY = 2, 4
 class Persistence:
     """A condition that holds in `steps` measurements in a row, ≥ 1, or, where `returns` is set, that comes back.
 
-    It comes back where it holds in `RETURNS` times as many, at every `EVERY`th or more often. Fires once, and has
-    recovered after `steps` measurements without it, at least `EVERY` if it `returns`. A step without measurement
-    changes nothing.
+    It comes back where it holds in `RETURNS` times as many, at every `EVERY`th or more often. It has recovered after
+    `steps` measurements without it, at least `EVERY` if it `returns`. A step without measurement changes nothing.
     """
 
     steps: int
@@ -50,7 +48,7 @@ class Persistence:
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
-        return {"recent": copy(self.recent), "since": self.since, "active": self.active}
+        return {"recent": [*self.recent], "since": self.since, "active": self.active}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over a state."""
@@ -126,7 +124,7 @@ class Growth:
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
-        own = {name: copy(getattr(self, name)) for name in ("baseline", "evidence", "since", "active")}
+        own = {"baseline": [*self.baseline], "evidence": self.evidence, "since": self.since, "active": self.active}
         return {**own, "returning": self.returning.state()}
 
     def load(self, state: dict[str, Any]) -> None:

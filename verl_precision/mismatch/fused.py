@@ -1,13 +1,12 @@
-"""Which of two ways measures a batch, and the fast one: numba's single pass over the arrays, on a CPU.
+"""The fast way to measure a batch: numba's single pass over the arrays, on a CPU; `kernel_for` says when.
 
 torch reads and writes each of its temporaries, and packs the valid tokens first. The kernel (`fused_kernel.py`) reads
 the batch where it lies, and writes nothing. Both give the same sums up to float64 rounding, and the same histogram.
-`reason_for_torch` says which way a batch goes.
 """
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import NamedTuple
@@ -17,10 +16,8 @@ import torch
 from torch import Tensor
 
 from verl_precision.base.mergeable import Count, Statistic
-from verl_precision.mismatch.histogram import counts_of_bits
-from verl_precision.mismatch.packing import checked, row_slices
-from verl_precision.mismatch.token_bins import totals_of_signed
-from verl_precision.mismatch.token_sums import TokenSums
+from verl_precision.mismatch.packing import FlatBatch, slices
+from verl_precision.mismatch.token_sums import TokenSums, counts_of_bits, totals_of_signed
 
 # Tokens, padding included. Below, torch takes 10 ms at most, and importing and compiling the kernel is not worth it.
 SMALLEST_BATCH = 1 << 18
@@ -41,75 +38,43 @@ class Measured(NamedTuple):
     final_gap_B: Tensor  # the gap of their last token
 
 
-def reason_for_torch(log_probs: Tensor) -> str | None:
-    """Return why torch measures a batch with these log-probs, or None: the kernel measures it."""
-    if log_probs.device.type != "cpu":
-        return f"the batch is on {log_probs.device}"
-    tokens = log_probs.values().numel() if log_probs.is_nested else log_probs.numel()
-    if tokens < SMALLEST_BATCH:
-        return f"{tokens} tokens are fewer than {SMALLEST_BATCH}"
-    return _kernel()[1]
+def kernel_for(tokens: Tensor) -> ModuleType | None:
+    """Return the kernel's module, if it measures a batch of these tokens; None: torch does."""
+    return _kernel() if tokens.device.type == "cpu" and tokens.numel() >= SMALLEST_BATCH else None
 
 
 @functools.cache
-def _kernel() -> tuple[ModuleType | None, str | None]:
-    """Return the kernel's module, or why there is none; said once in the log."""
+def _kernel() -> ModuleType | None:
     try:
         from verl_precision.mismatch import fused_kernel
-    except ImportError as error:  # not installed, or not made for this NumPy
-        reason = f"numba cannot be imported: {error}"
-        logger.warning("large batches are measured with torch, which takes several times as long: %s", reason)
-        return None, reason
-    return fused_kernel, None
+    # numba is not installed, or not made for this NumPy; or no folder can be written for what it compiles
+    except (ImportError, RuntimeError) as error:
+        logger.warning("large batches are measured with torch, which takes several times as long: %s", error)
+        return None
+    return fused_kernel
 
 
-def measure(
-    log_probs: Mapping[str, Tensor], response_mask: Tensor | None, advantages: Tensor | None, chunk_tokens: int | None
-) -> Measured:
-    """Measure a batch, given as `packed_chunks` takes it, with the kernel, on as many threads as torch has.
-
-    Pieces are shared out as threads become free, and merged in their own order, so that threads do not change the
-    result. None for `chunk_tokens` is `PIECE_TOKENS`.
-    """
-    given = {name: tensor.detach() for name, tensor in checked(log_probs, response_mask, advantages).items()}
-    pieces = list(row_slices(given["response_mask"], PIECE_TOKENS if chunk_tokens is None else chunk_tokens))
-    threads = min(torch.get_num_threads(), len(pieces))
-    run = functools.partial(_measure_piece, given)
-    if threads == 1:
-        return _merged(map(run, pieces))
-    with ThreadPoolExecutor(threads) as pool:
+def measure(batch: FlatBatch) -> Measured:
+    """Measure a batch with the kernel, on as many threads as torch has; pieces are merged in their own order."""
+    pieces = list(slices(batch, PIECE_TOKENS))
+    run = functools.partial(_measure_piece, batch)
+    with ThreadPoolExecutor(min(torch.get_num_threads(), len(pieces))) as pool:
         return _merged(pool.map(run, pieces))
 
 
-def _measure_piece(given: Mapping[str, Tensor], piece: tuple[slice, slice, Tensor]) -> tuple[np.ndarray, ...]:
-    """Hand some responses to the kernel, as flat views; a piece is copied only where it has no such view."""
-    kernel, _ = _kernel()
+def _measure_piece(batch: FlatBatch, piece: tuple[slice, Tensor]) -> tuple[np.ndarray, ...]:
+    """Hand some responses to the kernel, as views where their types are the kernel's."""
+    kernel, (tokens, lengths_R) = _kernel(), piece
     assert kernel is not None
-    *log_probs, mask, advantages = given.values()
-    dtype = torch.float64 if any(each.dtype == torch.float64 for each in log_probs) else torch.float32
-    flat = [_flat(each, piece, lambda part: part.to(dtype)) for each in log_probs]
-    flat.append(_flat(mask, piece, lambda m: m if m.dtype == torch.int64 else m.bool().view(torch.uint8)))
-    flat.append(_flat(advantages, piece, lambda part: part if part.dtype == dtype else part.sign().to(dtype)))
-    arrays, begins = zip(*flat, strict=True)
-    arguments = (*arrays, np.stack(begins), piece[-1].long().numpy())
-    try:
-        return kernel.measure_responses(*arguments)
-    except OSError:  # compiled, but not saved for other processes: the disk is full
-        return kernel.measure_responses(*arguments)
-
-
-def _flat(
-    tensor: Tensor, piece: tuple[slice, slice, Tensor], convert: Callable[[Tensor], Tensor]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return a flat array that holds some responses, and where each begins in it."""
-    rows, tokens, lengths_R = piece
-    if tensor.is_nested:
-        return convert(tensor.values()[tokens]).contiguous().numpy(), (lengths_R.cumsum(0) - lengths_R).numpy()
-    part = convert(tensor[rows])
-    if part.stride(1) != 1:
-        part = part.contiguous()
-    span = (part.shape[0] - 1) * part.stride(0) + part.shape[1] if part.numel() else 0
-    return part.as_strided((span,), (1,)).numpy(), np.arange(part.shape[0]) * part.stride(0)
+    dtype = torch.float64 if any(each.dtype == torch.float64 for each in batch.log_probs) else torch.float32
+    mask, signs = batch.mask[tokens], batch.advantages[tokens]
+    mask = mask if mask.dtype == torch.int64 else mask.bool().view(torch.uint8)
+    signs = signs if signs.dtype == dtype else signs.sign().to(dtype)
+    arrays = [
+        part.contiguous().numpy() for part in (*(each[tokens].to(dtype) for each in batch.log_probs), mask, signs)
+    ]
+    lengths_R = lengths_R.long()
+    return kernel.measure_responses(*arrays, (lengths_R.cumsum(0) - lengths_R).numpy(), lengths_R.numpy())
 
 
 def _merged(results: Iterator[tuple[np.ndarray, ...]]) -> Measured:

@@ -6,17 +6,23 @@ order (`_plus...`), and a product and a sum may share one rounding (`_product_pl
 """
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numba import float64, njit
 from numba.extending import intrinsic
 
 # numba's cache looks at the date of this file alone: after a change of a constant that comes from elsewhere, touch it.
-from verl_precision.mismatch.histogram import BITS_LEFT, HALF
-from verl_precision.mismatch.token_bins import CLASSES, LAST_BIN, NATS_TO_DECADES, SIGN_COUNT
-from verl_precision.mismatch.token_sums import LARGEST_GAP, LARGEST_GAP_SQUARED
+from verl_precision.mismatch.token_sums import (
+    BITS_LEFT,
+    CLASSES,
+    HALF,
+    LARGEST_GAP,
+    LARGEST_GAP_SQUARED,
+    LAST_BIN,
+    NATS_TO_DECADES,
+    SIGN_COUNT,
+)  # fmt: skip
 
 BLOCK = 1024  # tokens that stay in the nearest cache while they are read four times
 ADDED = 13  # sums that only add up, the first fields of `TokenSums`
@@ -29,16 +35,6 @@ LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 SERIES = tuple(1 / math.factorial(k) for k in range(2, 15))
 LOWEST_EXPONENT = -708.0  # e^x is an ordinary number down to here; below, it counts as 0
 LARGEST_EXCESS = math.expm1(LARGEST_GAP_SQUARED)
-
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-
-
-def compiled(function: FunctionT) -> FunctionT:
-    """Compile a function that other processes find compiled; where no folder can be written, each compiles its own."""
-    try:
-        return njit(nogil=True, error_model="numpy", cache=True)(function)
-    except RuntimeError:  # numba found no folder for it
-        return njit(nogil=True, error_model="numpy")(function)
 
 
 @njit(fastmath={"reassoc", "nsz"})
@@ -162,17 +158,17 @@ def _valid(mask):
     return number
 
 
-@compiled
+@njit(nogil=True, error_model="numpy", cache=True)
 def measure_responses(pi, mu, mask, signs, begins, lengths):
     """Sum over the tokens of some responses.
 
-    Log π, log μ (float32 or float64), mask and advantages (`signs`) are flat arrays. `begins` [4, B] int64 says where
-    each response begins in them, `lengths` [B] int64 how long it is.
+    Log π, log μ (float32 or float64), mask and advantages (`signs`) are flat arrays. `begins` [B] int64 says where each
+    response begins in them, `lengths` [B] int64 how long it is.
 
-    Returned are the 13 sums in the order of `TokenSums`; int64 [2 CLASSES] tokens of each class, those with a negative
-    gap apart, and their gaps; the int64 [2 HALF] counts of the histogram; [2], tokens that are not finite, and others
-    above 0; [2] each, the smallest and the largest gap and difference, infinite without tokens; and [3, B], the sum of
-    each response's gaps, its tokens (-1 if it is not whole), and the gap of the last one.
+    Returned are the 13 sums in the order of `TokenSums`; [2 CLASSES] tokens of each class, those with a negative gap
+    apart, and their gaps; the [2 HALF] counts of the histogram; [2], tokens that are not finite, and others above 0;
+    [2] each, the smallest and the largest gap and difference, infinite without tokens; and [3, B], the sum of each
+    response's gaps, its tokens (-1 if it is not whole), and the gap of the last one.
     """
     added, lows, highs = np.zeros(ADDED), np.full(2, np.inf), np.full(2, -np.inf)
     tokens, gaps = np.zeros(2 * CLASSES, np.int64), np.zeros(2 * CLASSES)
@@ -184,9 +180,10 @@ def measure_responses(pi, mu, mask, signs, begins, lengths):
         unusable = 0
         for first in range(0, lengths[b], BLOCK):
             size = min(BLOCK, lengths[b] - first)
-            at = begins[:, b] + first
-            block_pi, block_mu = pi[at[0] : at[0] + size], mu[at[1] : at[1] + size]
-            block_mask, block_signs = mask[at[2] : at[2] + size], signs[at[3] : at[3] + size]
+            begin = begins[b] + first
+            end = begin + size
+            block_pi, block_mu = pi[begin:end], mu[begin:end]
+            block_mask, block_signs = mask[begin:end], signs[begin:end]
             valid = _valid(block_mask)
             if valid == 0:
                 continue

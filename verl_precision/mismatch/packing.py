@@ -5,6 +5,7 @@ Shapes: B responses, T response tokens (padded), N valid tokens of a chunk, R re
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,9 +15,25 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.mergeable import Count, Statistic
 
 # Tokens (padding included) taken at a time. On a CPU a chunk's float64 temporaries are then a few MiB, about the size
-# of the cache; `benchmarks/mismatch.py --chunk-tokens` shows the effect. A GPU wants few, large kernels.
+# of the cache. A GPU wants few, large kernels.
 CPU_CHUNK_TOKENS = 1 << 17
 GPU_CHUNK_TOKENS = 1 << 22
+
+
+class FlatBatch(NamedTuple):
+    """A batch as flat tensors of all its tokens, padding included, one response after the other."""
+
+    log_probs: tuple[Tensor, ...]
+    mask: Tensor
+    advantages: Tensor
+    offsets: Tensor  # [B + 1], where each response begins
+
+    def only(self, responses_B: Tensor) -> "FlatBatch":
+        """Return the batch with the tokens of some responses (bool) alone."""
+        if responses_B.all():
+            return self
+        inside = responses_B.to(self.mask.device).repeat_interleave(self.offsets.diff())
+        return self._replace(mask=self.mask.bool() & inside)
 
 
 @dataclass(frozen=True)
@@ -25,7 +42,7 @@ class Chunk:
 
     log_probs: tuple[Tensor, ...]  # [N] float64 each, in the order given; all finite and <= 0
     advantages_N: Tensor  # in the dtype given
-    lengths_R: Tensor  # int64, usable tokens of each response
+    lengths_R: Tensor  # int64, usable tokens of each
     whole_R: Tensor  # bool, responses with at least one valid token and without an unusable one
     counts: dict[str, Statistic]  # metrics of how many tokens there are, and how many were left out
 
@@ -39,30 +56,19 @@ class Chunk:
         return self.lengths_R.cumsum(0) - 1
 
 
-def packed_chunks(
-    log_probs: Mapping[str, Tensor],
-    response_mask: Tensor | None,
-    advantages: Tensor | None = None,
-    chunk_tokens: int | None = None,
-) -> Iterator[Chunk]:
-    """Check a batch, and yield its valid tokens in chunks of whole responses: at least one, which may be empty.
-
-    Tensors are as in `checked`. `chunk_tokens` at a time, at least one response; None fits the device. What masked
-    tokens hold is never looked at.
-    """
-    given = checked(log_probs, response_mask, advantages)
-    for rows, tokens, lengths_R in row_slices(given["response_mask"], chunk_tokens):
-        flat = {name: x.values()[tokens] if x.is_nested else x[rows].reshape(-1) for name, x in given.items()}
-        index_N = _positions(flat.pop("response_mask"))
+def packed_chunks(batch: FlatBatch) -> Iterator[Chunk]:
+    """Yield the valid tokens of a batch in chunks of whole responses: at least one, which may be empty."""
+    size = CPU_CHUNK_TOKENS if batch.mask.device.type == "cpu" else GPU_CHUNK_TOKENS
+    for tokens, lengths_R in slices(batch, size):
+        index_N = _positions(batch.mask[tokens])
         ends_R = torch.searchsorted(index_N, lengths_R.cumsum(0))
-        *of_tokens, advantages_N = (values.index_select(0, index_N) for values in flat.values())
-        yield _usable([values.double() for values in of_tokens], advantages_N, ends_R.diff(prepend=ends_R.new_zeros(1)))
+        of_tokens = [each[tokens].index_select(0, index_N).double() for each in batch.log_probs]
+        advantages_N = batch.advantages[tokens].index_select(0, index_N)
+        yield _usable(of_tokens, advantages_N, ends_R.diff(prepend=ends_R.new_zeros(1)))
 
 
-def checked(
-    log_probs: Mapping[str, Tensor], response_mask: Tensor | None, advantages: Tensor | None
-) -> dict[str, Tensor]:
-    """Return a batch's log-probs, its `response_mask` and its `advantages`, all of one shape and layout.
+def flattened(log_probs: Mapping[str, Tensor], response_mask: Tensor | None, advantages: Tensor | None) -> FlatBatch:
+    """Require one shape and layout of a batch's tensors, and flatten them.
 
     Log-probs are [B, T] floating, in nats, or all of them nested (`torch.jagged`); the mask [B, T], nonzero where a
     token counts, or nested, or None for all nested ones; advantages as the log-probs, or [B], or None: they have no
@@ -70,12 +76,11 @@ def checked(
     """
     name_of_first, first = next(iter(log_probs.items()))
     if response_mask is None and not first.is_nested:
-        raise ConfigurationError(
-            "response_mask is None", allowed="[B, T] beside padded log-probs", remedy="Pass the mask."
-        )
-    for name, tensor in {**log_probs, "response_mask": response_mask, "advantages": advantages}.items():
-        if tensor is None:
-            continue
+        raise ConfigurationError("response_mask is None", allowed="[B, T] beside padded log-probs")
+    given = {name: tensor.detach() for name, tensor in log_probs.items()}
+    given |= {} if response_mask is None else {"response_mask": response_mask}
+    given |= {} if advantages is None else {"advantages": advantages.detach()}
+    for name, tensor in given.items():
         per_response = name == "advantages" and not tensor.is_nested and tensor.shape == first.shape[:1]
         floating = tensor.is_floating_point() or name == "response_mask"
         if not floating or not (per_response or _same_shape(tensor, first)):
@@ -87,50 +92,30 @@ def checked(
                 "torch.jagged, contiguous (advantages also [B])",
                 remedy="Pad or nest all of them alike; .contiguous() closes holes.",
             )
-    if response_mask is None:
-        response_mask = _of_tokens(torch.ones(first.shape[0], dtype=torch.bool, device=first.device), first)
-    if advantages is None:
-        advantages = torch.zeros(first.shape[0], device=first.device)
-    advantages = advantages if advantages.dim() == 2 else _of_tokens(advantages, first)
-    return {**log_probs, "response_mask": response_mask, "advantages": advantages}
+    if first.is_nested:
+        offsets = first.offsets()  # type: ignore[attr-defined]
+    else:
+        offsets = torch.arange(first.shape[0] + 1, device=first.device) * first.shape[1]
+    flat = {name: (each.values() if each.is_nested else each).reshape(-1) for name, each in given.items()}
+    mask, signs = flat.pop("response_mask", None), flat.pop("advantages", None)
+    every = flat[name_of_first]
+    mask = torch.ones_like(every, dtype=torch.bool) if mask is None else mask
+    signs = torch.zeros_like(every) if signs is None else signs
+    signs = signs if len(signs) == len(every) else signs.repeat_interleave(offsets.diff())
+    return FlatBatch(tuple(flat.values()), mask, signs, offsets)
 
 
-def row_slices(batch: Tensor, chunk_tokens: int | None) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Cut a batch into at least one piece of whole responses: its rows, where it lies among all tokens, their lengths.
-
-    Tokens and lengths include padding.
-    """
-    if chunk_tokens is None:
-        chunk_tokens = CPU_CHUNK_TOKENS if batch.device.type == "cpu" else GPU_CHUNK_TOKENS
-    if chunk_tokens < 1:
-        raise ConfigurationError(
-            setting="chunk_tokens", value=chunk_tokens, allowed="1 or more, or None", remedy="Leave it at None."
-        )
-    offsets = _offsets(batch)
-    bounds, lengths, responses, start = offsets.tolist(), offsets.diff(), batch.shape[0], 0
+def slices(batch: FlatBatch, chunk_tokens: int) -> Iterator[tuple[slice, Tensor]]:
+    """Cut a batch into at least one piece of whole responses: its place in all tokens, and the responses' lengths."""
+    bounds, lengths, start = batch.offsets.tolist(), batch.offsets.diff(), 0
     while True:
-        stop = min(start + 1, responses)
-        while stop < responses and bounds[stop + 1] - bounds[start] <= chunk_tokens:
+        stop = min(start + 1, len(lengths))
+        while stop < len(lengths) and bounds[stop + 1] - bounds[start] <= chunk_tokens:
             stop += 1
-        yield slice(start, stop), slice(bounds[start], bounds[stop]), lengths[start:stop]
+        yield slice(bounds[start], bounds[stop]), lengths[start:stop]
         start = stop
-        if start == responses:
+        if start == len(lengths):
             return
-
-
-def _offsets(batch: Tensor) -> Tensor:
-    """Return where each response begins among all tokens, padding included, [B + 1]."""
-    if batch.is_nested:
-        return batch.offsets()  # type: ignore[attr-defined]
-    return torch.arange(batch.shape[0] + 1, device=batch.device) * batch.shape[1]
-
-
-def _of_tokens(values_B: Tensor, batch: Tensor) -> Tensor:
-    """Return a value of each response as that of each of its tokens, in a batch's layout."""
-    if not batch.is_nested:
-        return values_B.unsqueeze(1).expand(batch.shape)
-    offsets = _offsets(batch)
-    return torch.nested.nested_tensor_from_jagged(values_B.repeat_interleave(offsets.diff()), offsets=offsets)
 
 
 def _positions(mask: Tensor) -> Tensor:
@@ -167,4 +152,4 @@ def _same_shape(one: Tensor, other: Tensor) -> bool:
     if not one.is_nested:
         return one.shape == other.shape
     has_holes = one.layout != torch.jagged or one.lengths() is not None  # type: ignore[attr-defined]
-    return not has_holes and torch.equal(_offsets(one), _offsets(other))
+    return not has_holes and torch.equal(one.offsets(), other.offsets())  # type: ignore[attr-defined]

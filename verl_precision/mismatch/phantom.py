@@ -6,7 +6,7 @@ With a shadow, a forward of the trainer's present weights in the rollout's preci
     alpha = log shadow(yₜ) - log μ(yₜ)     same precision, the policy's real change
 
 so alpha + beta = log π - log μ, the log-ratio of a loss in bypass mode. A token is clipped when the loss takes its
-clipped branch and its gradient is exactly zero (`losses.clipping.ClipRange` says where). It is phantom-clipped when
+clipped branch and its gradient is exactly zero (`losses.settings.ClipRange` says where). It is phantom-clipped when
 that is so with beta and would not be without. Sources: docs/metrics.md.
 """
 
@@ -18,9 +18,9 @@ from torch import Tensor
 from typing_extensions import Self
 
 from verl_precision.base.mergeable import Mean, Share, Statistic, StatisticSet, merge_by_name, spread
-from verl_precision.losses.clipping import ClipRange
-from verl_precision.mismatch.packing import Chunk, packed_chunks
-from verl_precision.mismatch.token_bins import CLASSES, ClassMean, class_totals, token_classes
+from verl_precision.losses.settings import ClipRange
+from verl_precision.mismatch.packing import Chunk, FlatBatch, flattened, packed_chunks
+from verl_precision.mismatch.token_sums import CLASSES, ClassMean, class_totals, token_classes
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ class PhantomStatistics(StatisticSet):
     prefix: ClassVar[str] = "phantom/"
 
     @classmethod
-    @torch.no_grad()
     def measure(
         cls,
         trainer_log_probs: Tensor,
@@ -40,7 +39,6 @@ class PhantomStatistics(StatisticSet):
         advantages: Tensor,
         clip: ClipRange | None = None,
         beta_in_ratio: bool = True,
-        chunk_tokens: int | None = None,
         ended: Tensor | None = None,
     ) -> Self:
         """Measure a batch, or a part of one, given as `MismatchStatistics.measure` takes it.
@@ -50,14 +48,19 @@ class PhantomStatistics(StatisticSet):
         rollout's log-probs; None where it does not clip, or takes the ratio against others: then nothing is said about
         clipping. `beta_in_ratio` says whether the loss's ratio is π/μ, and not shadow/μ (`ratio_source=shadow`).
         """
-        log_probs = {
-            "trainer_log_probs": trainer_log_probs,
-            "shadow_log_probs": shadow_log_probs,
-            "rollout_log_probs": rollout_log_probs,
-        }
+        log_probs = {"trainer_log_probs": trainer_log_probs, "shadow_log_probs": shadow_log_probs}
+        batch = flattened({**log_probs, "rollout_log_probs": rollout_log_probs}, response_mask, advantages)
+        return cls.of_batch(batch, clip, beta_in_ratio, ended)
+
+    @classmethod
+    @torch.no_grad()
+    def of_batch(
+        cls, batch: FlatBatch, clip: ClipRange | None, beta_in_ratio: bool = True, ended: Tensor | None = None
+    ) -> Self:
+        """Return the statistics of a batch of the trainer's, the shadow's and the rollout's log-probs."""
         statistics: list[dict[str, Statistic]] = []
         begin = 0
-        for chunk in packed_chunks(log_probs, response_mask, advantages, chunk_tokens):
+        for chunk in packed_chunks(batch):
             statistics.append(chunk.counts)
             counted_R = chunk.whole_R
             if ended is not None:

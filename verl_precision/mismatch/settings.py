@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.settings import settings
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 ON_ALARM = "mismatch.alarm.on_alarm"
 REMEDIES = ("lower_learning_rate", "mask", "rescue")  # its values with which an alarm acts
@@ -95,16 +92,7 @@ class MismatchSettings:
             raise ConfigurationError(problem, setting="mismatch.keep_tokens", value=self.keep_tokens, remedy=remedy)
 
     @classmethod
-    def from_block(cls, block: Mapping[str, Any] | None) -> MismatchSettings:
-        """Return the settings of a config's block, as plain Python; what it leaves out has its default."""
-        values = dict(block or {})
-        alarm = AlarmSettings(**(values.pop("alarm", None) or {}))
-        return cls(**values, alarm=alarm)
-
-
-def settings_of(config: DictConfig) -> MismatchSettings:
-    """Return the settings of a composed config's block `mismatch`."""
-    from omegaconf import OmegaConf
-
-    block = OmegaConf.select(config, "mismatch")
-    return MismatchSettings.from_block(None if block is None else OmegaConf.to_container(block, resolve=True))  # type: ignore[arg-type]
+    def from_config(cls, config: Mapping[str, Any]) -> MismatchSettings:
+        """Return the settings in a config's block `mismatch`; what it leaves out has its default."""
+        values = dict(config.get("mismatch") or {})
+        return cls(**values | {"alarm": AlarmSettings(**(values.get("alarm") or {}))})

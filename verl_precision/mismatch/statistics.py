@@ -3,12 +3,12 @@
     g = log π(yₜ) - log μ(yₜ) at each token,  s = Σₜ gₜ of each response
 
 π is the trainer's policy, μ the rollout's, yₜ the tokens the rollout sampled. docs/metrics.md defines every metric.
-To add one, add an entry to `_token_statistics` or `_response_statistics`, and a row to that page. New sums over tokens
-go into `token_sums.py`; `fused.py` says which of two ways takes them.
+To add one, add an entry to `_token_statistics` or `_response_statistics`, and a row to that page; new sums over tokens
+go into `token_sums.py`.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,10 +20,16 @@ from verl_precision.base import mergeable
 from verl_precision.losses.settings import require_threshold
 from verl_precision.mismatch import fused
 from verl_precision.mismatch.fused import Measured
-from verl_precision.mismatch.histogram import GapHistogram, gap_edges
-from verl_precision.mismatch.packing import Chunk, packed_chunks
-from verl_precision.mismatch.token_bins import BinShares, ClassMean
-from verl_precision.mismatch.token_sums import LARGEST_GAP_SQUARED, TokenSums, sums_of
+from verl_precision.mismatch.packing import Chunk, FlatBatch, flattened, packed_chunks
+from verl_precision.mismatch.token_sums import (
+    LARGEST_GAP_SQUARED,
+    BinShares,
+    ClassMean,
+    GapHistogram,
+    TokenSums,
+    gap_edges,
+    sums_of,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,6 @@ class MismatchStatistics(mergeable.StatisticSet):
     prefix: ClassVar[str] = "mismatch/"
 
     @classmethod
-    @torch.no_grad()
     def measure(
         cls,
         trainer_log_probs: Tensor,
@@ -47,7 +52,6 @@ class MismatchStatistics(mergeable.StatisticSet):
         response_mask: Tensor | None,
         advantages: Tensor | None = None,
         ratio_threshold: float = 3.0,
-        chunk_tokens: int | None = None,
         ended: Tensor | None = None,
     ) -> Self:
         """Measure a batch, or a part of one; whole responses, because a response's ratio cannot be merged from pieces.
@@ -58,7 +62,6 @@ class MismatchStatistics(mergeable.StatisticSet):
             response_mask: [B, T], nonzero where a token counts; with nested log-probs nested, or None for all.
             advantages: [B, T], nested, or [B]; only the sign matters. None leaves out the metrics by sign.
             ratio_threshold: C >= 1 of the shares of responses within C; the paper's is 3.
-            chunk_tokens: Tokens at a time; None fits the device. Does not change the result beyond float64 rounding.
             ended: [B] bool, the responses that came to an end by themselves; the others are left out of the metrics of
                 final tokens. None for all.
 
@@ -70,10 +73,15 @@ class MismatchStatistics(mergeable.StatisticSet):
         Raises:
             ConfigurationError: If shapes, layouts, types or C do not fit.
         """
-        require_threshold(ratio_threshold, "ratio_threshold")
         log_probs = {"trainer_log_probs": trainer_log_probs, "rollout_log_probs": rollout_log_probs}
-        measure = fused.measure if fused.reason_for_torch(trainer_log_probs) is None else _measure_with_torch
-        found = measure(log_probs, response_mask, advantages, chunk_tokens)
+        return cls.of_batch(flattened(log_probs, response_mask, advantages), ratio_threshold, ended)
+
+    @classmethod
+    @torch.no_grad()
+    def of_batch(cls, batch: FlatBatch, ratio_threshold: float = 3.0, ended: Tensor | None = None) -> Self:
+        """Return the statistics of a batch of the trainer's and the rollout's log-probs; arguments as of `measure`."""
+        require_threshold(ratio_threshold, "ratio_threshold")
+        found = (fused.measure if fused.kernel_for(batch.mask) else _measure_with_torch)(batch)
         tokens = _token_statistics(found.sums) if found.sums is not None else {}
         responses = _response_statistics(found.log_ratio_B, found.length_B, ratio_threshold)
         final_gap_E = found.final_gap_B if ended is None else found.final_gap_B[ended.cpu()[found.whole_B]]
@@ -95,12 +103,8 @@ class MismatchStatistics(mergeable.StatisticSet):
         return {"mismatch/log_prob_gap": (gap_edges(), histogram.counts)} if histogram else {}  # type: ignore[attr-defined]
 
 
-def _measure_with_torch(
-    log_probs: Mapping[str, Tensor], response_mask: Tensor | None, advantages: Tensor | None, chunk_tokens: int | None
-) -> Measured:
-    """Measure a batch on its device, chunk by chunk."""
-    chunks = packed_chunks(log_probs, response_mask, advantages, chunk_tokens)
-    counts, sums, *of_responses = zip(*map(_measure_chunk, chunks), strict=True)
+def _measure_with_torch(batch: FlatBatch) -> Measured:
+    counts, sums, *of_responses = zip(*map(_measure_chunk, packed_chunks(batch)), strict=True)
     merged = mergeable.merge_by_name({"": part} for part in sums if part is not None)
     return Measured(mergeable.merge_by_name(counts), merged.get(""), *map(torch.cat, of_responses))
 
@@ -110,8 +114,7 @@ def _measure_chunk(chunk: Chunk) -> Measured:
     if not len(chunk):
         nothing = torch.zeros(0, dtype=torch.float64)
         return Measured(chunk.counts, None, chunk.whole_R.cpu(), nothing, nothing, nothing)
-    gap_N = pi_N - mu_N
-    whole_R = chunk.whole_R
+    gap_N, whole_R = pi_N - mu_N, chunk.whole_R
     log_ratio_R = torch.segment_reduce(gap_N, "sum", lengths=chunk.lengths_R)[whole_R]
     of_whole = (log_ratio_R, chunk.lengths_R[whole_R].double(), gap_N[chunk.last_R[whole_R]])
     sums = sums_of(pi_N, mu_N, gap_N, chunk.advantages_N)
@@ -119,7 +122,6 @@ def _measure_chunk(chunk: Chunk) -> Measured:
 
 
 def _token_statistics(sums: TokenSums) -> dict[str, mergeable.Statistic]:
-    """Return metric -> statistic, of the tokens."""
     n, tokens_C, gap_C = sums.n, sums.tokens_C, sums.gap_C
     return {
         "log_prob_gap_mean": ClassMean(gap_C, tokens_C, by=("sign",)),

@@ -1,23 +1,161 @@
-"""What the metrics of tokens are made of: sums over tokens, which merge, and torch's way to them.
+"""What the metrics of tokens are made of: classes of tokens, the histogram of the gap, and sums, all of which merge.
+
+A token's class is its probability by the rollout and the sign of its advantage: the precision gap is up to 50 times
+larger on tokens of low probability, and it correlates with the advantage (source: docs/metrics.md).
+
+The histogram has a fixed signed-log grid, so that those of pieces add up, and so do the quantiles read off it. From
+2⁻³⁰ to 2¹² nats each octave of |g| has 16 bins of equal width, so a bin is at most 1/16 of its values wide; one bin
+holds |g| < 2⁻³⁰ (9e-10), one each g beyond ±4096. A bin is found from the bits of g as float32 (sign, exponent, first
+four bits of the mantissa): no search, no logarithm.
 
 `fused_kernel.py` fills the same sums in one pass. A new sum is a field here, an entry at its place in `sums_of`, and a
 line in `fused_kernel._sum`.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from verl_precision.base.mergeable import Statistic, added, largest, smallest
-from verl_precision.mismatch.histogram import gap_counts
-from verl_precision.mismatch.token_bins import class_totals, token_classes
+from verl_precision.base.mergeable import Mean, Statistic, added, largest, same, smallest
+
+# Decades of μ(yₜ): likely tokens first. A token exactly on an edge is on either side, as float64 rounds its logarithm.
+PROBABILITY_BINS = ("prob_1e-1_1", "prob_1e-2_1e-1", "prob_1e-3_1e-2", "prob_1e-4_1e-3", "prob_0_1e-4")
+SIGN_COUNT = 3  # negative, none, positive
+CLASSES = len(PROBABILITY_BINS) * SIGN_COUNT
+NATS_TO_DECADES, LAST_BIN = -1 / math.log(10), len(PROBABILITY_BINS) - 1
+
+LOWEST, HIGHEST = -30, 12  # octaves of the histogram, as powers of 2
+PER_OCTAVE = 16
+# A float32's bits, as an integer, are shifted by these; `HALF` is then the number of bins of either sign.
+BITS_LEFT, HALF = 19, 1 << 12
+_LOW, _HIGH = (127 + LOWEST) * PER_OCTAVE, (127 + HIGHEST) * PER_OCTAVE  # 127: the exponent's bias
+QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
+ABS_QUANTILES = {"abs_p50": 0.5, "abs_p90": 0.9, "abs_p99": 0.99, "abs_p999": 0.999}
 
 # Guard: in k3 and in total variation a gap above 600 nats counts as 600. e^600 = 4e260 can still be summed over 1e40
 # tokens in float64. `log_prob_gap_max` shows such a gap as it is.
 LARGEST_GAP = 600.0
-# The same for chi-square, which squares the ratio.
-LARGEST_GAP_SQUARED = LARGEST_GAP / 2
+LARGEST_GAP_SQUARED = LARGEST_GAP / 2  # the same for chi-square, which squares the ratio
+
+
+def token_classes(rollout_log_probs_N: Tensor, advantages_N: Tensor) -> Tensor:
+    """Return [N] int32, 3 x bin + sign; an advantage of 0 or NaN has no sign."""
+    bins_N = (rollout_log_probs_N * NATS_TO_DECADES).clamp_(max=LAST_BIN)
+    return bins_N.to(torch.int32).mul_(SIGN_COUNT).add_(1).add_(advantages_N.sign().to(torch.int32))  # of NaN it is 0
+
+
+def class_totals(classes_N: Tensor, values_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return [CLASSES] float64 each: the number of values of each class, their sum, and the sum of |value|."""
+    signed_N = classes_N.add(values_N.signbit(), alpha=CLASSES)  # negative ones apart: one pass gives both sums
+    counts = torch.bincount(signed_N, minlength=2 * CLASSES)
+    return totals_of_signed(counts, torch.bincount(signed_N, weights=values_N, minlength=2 * CLASSES))
+
+
+def totals_of_signed(counts: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same from numbers and sums, [2 CLASSES] each: of values without a sign, then of negative ones."""
+    positive, negative = sums.view(2, CLASSES)
+    return counts.view(2, CLASSES).sum(dim=0).double(), positive + negative, positive - negative
+
+
+@dataclass(frozen=True)
+class ClassMean(Mean):
+    """A mean over all tokens, and over those of each sign, bin, or both; total and number are [CLASSES]."""
+
+    by: tuple[str, ...] = same()  # of "sign" and "bin"
+
+    def values(self, name: str) -> dict[str, float]:
+        """Return `<name>`, `<name>_<sign>` of both signs, and `<bin>/<name>` of all bins."""
+        found = {name: self.value()}
+        if "sign" in self.by:
+            negative, _, positive = self._means_over(0)
+            found |= {f"{name}_positive_advantage": positive, f"{name}_negative_advantage": negative}
+        if "bin" in self.by:
+            found |= _by_bin(name, self._means_over(1))
+        return found
+
+    def _means_over(self, dim: int) -> list[float]:
+        total, number = (part.view(-1, SIGN_COUNT).sum(dim=dim) for part in (self.total, self.number))
+        return (total / number).tolist()
+
+
+@dataclass(frozen=True)
+class BinShares(Statistic):
+    """The share of the tokens that each bin has."""
+
+    tokens: Tensor = added()
+
+    def values(self, name: str) -> dict[str, float]:
+        """Return `<bin>/<name>` of all bins."""
+        return _by_bin(name, (self.tokens.view(-1, SIGN_COUNT).sum(dim=1) / self.tokens.sum()).tolist())
+
+
+def _by_bin(name: str, values: list[float]) -> dict[str, float]:
+    return {f"{bin_name}/{name}": value for bin_name, value in zip(PROBABILITY_BINS, values, strict=True)}
+
+
+@dataclass(frozen=True)
+class GapHistogram(Statistic):
+    """The number of gaps in each bin, as `gap_counts` returns it, and the smallest and largest of them."""
+
+    counts: Tensor = added()
+    low: Tensor = smallest()
+    high: Tensor = largest()
+
+    def values(self, name: str) -> dict[str, float]:
+        """Return the quantiles of g, `<name>_p..`, and of |g|, `<name>_abs_p..`."""
+        low, high = self.low.item(), self.high.item()
+        edges, (abs_edges, abs_counts) = gap_edges(), absolute(self.counts)
+        found = {label: quantile(edges, self.counts, q, low, high) for label, q in QUANTILES.items()}
+        for label, q in ABS_QUANTILES.items():
+            found[label] = quantile(abs_edges, abs_counts, q, 0.0, max(high, -low))
+        return {f"{name}_{label}": value for label, value in found.items()}
+
+
+def gap_counts(gap_N: Tensor) -> Tensor:
+    """Return the number of gaps (finite) in each bin, float64, from the lowest g to the highest."""
+    bits_N = (gap_N.float().view(torch.int32) >> BITS_LEFT).add_(HALF)  # the sign bit makes it negative
+    return counts_of_bits(torch.bincount(bits_N, minlength=2 * HALF))
+
+
+def counts_of_bits(tokens: Tensor) -> Tensor:
+    """Return the same counts from how often each value of the shifted bits occurred: [2 HALF], negative gaps first."""
+    negative, positive = tokens.split(HALF)
+    ends = torch.stack([negative[_HIGH:].sum(), negative[:_LOW].sum() + positive[:_LOW].sum(), positive[_HIGH:].sum()])
+    middle = negative[_LOW:_HIGH].flip(0), positive[_LOW:_HIGH]
+    return torch.cat([ends[:1], middle[0], ends[1:2], middle[1], ends[2:]]).double()
+
+
+def gap_edges() -> Tensor:
+    """Return the edges of the bins in nats, float64, -inf to inf; one more than there are counts."""
+    octaves = torch.arange(LOWEST, HIGHEST, dtype=torch.float64).exp2()
+    steps = 1 + torch.arange(PER_OCTAVE, dtype=torch.float64) / PER_OCTAVE
+    top = torch.tensor([2.0**HIGHEST, torch.inf], dtype=torch.float64)
+    above = torch.cat([(octaves[:, None] * steps).flatten(), top])
+    return torch.cat([-above.flip(0), above])
+
+
+def absolute(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Fold a histogram of g into one of |g|: (edges, counts); the first bin is [0, 2⁻³⁰)."""
+    middle = _HIGH - _LOW + 1
+    folded = counts[middle:].clone()
+    folded[1:] += counts[:middle].flip(0)
+    return torch.cat([torch.zeros(1, dtype=torch.float64), gap_edges()[middle + 1 :]]), folded
+
+
+def quantile(edges: Tensor, counts: Tensor, q: float, low: float, high: float) -> float:
+    """Return the q-quantile: the smallest x with F(x) ≥ q, F the distribution that is uniform within each bin.
+
+    It lies in the bin that holds the ⌈q n⌉-th smallest value, so it is at most one bin off. Of the K + 1 `edges` the
+    outer ones are bounded by `low` and `high`, the smallest and largest value counted.
+    """
+    cumulated = counts.cumsum(0)
+    rank = q * cumulated[-1]
+    k = int(torch.searchsorted(cumulated, rank))
+    left, right = max(edges[k].item(), low), min(edges[k + 1].item(), high)
+    inside = (rank - cumulated[k] + counts[k]) / counts[k]
+    return min(max(left + (right - left) * inside.item(), low), high)
 
 
 @dataclass(frozen=True)
@@ -37,14 +175,14 @@ class TokenSums(Statistic):
     diff_squares: Tensor = added()  # (π - μ)²
     probs_times_diff: Tensor = added()  # μ (π - μ)
     equal: Tensor = added()  # the number of tokens with g = 0
-    gap_min: Tensor = smallest()  # the smallest g
-    diff_min: Tensor = smallest()  # the smallest π - μ
-    gap_max: Tensor = largest()  # the largest g
-    diff_max: Tensor = largest()  # the largest π - μ
-    tokens_C: Tensor = added()  # [CLASSES], the number of tokens of each class (`token_bins.py`)
-    gap_C: Tensor = added()  # [CLASSES], their g
-    gap_abs_C: Tensor = added()  # [CLASSES], their abs(g)
-    histogram: Tensor = added()  # the number of gaps in each bin (`histogram.py`)
+    gap_min: Tensor = smallest()
+    diff_min: Tensor = smallest()
+    gap_max: Tensor = largest()
+    diff_max: Tensor = largest()
+    tokens_C: Tensor = added()  # [CLASSES], the number of tokens of each class, their g and their abs(g)
+    gap_C: Tensor = added()
+    gap_abs_C: Tensor = added()
+    histogram: Tensor = added()  # the number of gaps in each bin
 
 
 def sums_of(pi_N: Tensor, mu_N: Tensor, gap_N: Tensor, advantages_N: Tensor) -> TokenSums:

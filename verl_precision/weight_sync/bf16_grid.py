@@ -21,12 +21,9 @@ class Bf16Grid:
         f̂ = Σₜ nₜ·cₜ/mₜ / Σₜ nₜ
 
     Of tensor t with nₜ elements mₜ are looked at (`sample`), and cₜ of these are counted. f̂ estimates the share of all
-    weights. Its standard error is √(Σₜ (nₜ/N)²·fₜ(1 - fₜ)/mₜ·(1 - mₜ/nₜ)) with N = Σₜ nₜ and fₜ the share in tensor t,
-    if the elements looked at are taken for drawn at random: at most 0.8% of all weights for a single tensor (mₜ = 4096,
-    fₜ = ½), and 0.8%/√K for K tensors of one size. Of a tensor of at most 4096 elements all are looked at. Source:
-    stratified sampling, Cochran, Sampling Techniques (1977), chapter 5.
-
-    Between syncs 8 KiB of each tensor stay on its device. Nothing waits for the device but `take`.
+    weights, with a standard error of √(Σₜ (nₜ/N)²·fₜ(1 - fₜ)/mₜ·(1 - mₜ/nₜ)), N = Σₜ nₜ and fₜ the share in tensor t:
+    at most 0.8% for a single tensor, and 0.8%/√K for K tensors of one size (stratified sampling, Cochran, Sampling
+    Techniques, 1977, chapter 5). Between syncs 8 KiB of each tensor stay on its device; only `take` waits for it.
     """
 
     def __init__(self) -> None:

@@ -46,11 +46,7 @@ class CanaryVerdict:
 
 
 def canary_tokens(vocabulary: int, excluded: Collection[int], sequences: int, tokens: int) -> Tensor:
-    """Draw the fixed sequences, int64 [S, T], uniformly from the ordinary tokens; the same in every run and process.
-
-    Ids with a meaning to the engines (end of sequence, image placeholders, ...) are excluded. The first token of each
-    sequence is only a condition.
-    """
+    """Draw the fixed sequences, int64 [S, T], from tokens without a meaning to engines: always the same."""
     ordinary = torch.tensor(sorted(set(range(vocabulary)).difference(excluded)))
     generator = torch.Generator().manual_seed(0)
     return ordinary[torch.randint(len(ordinary), (sequences, tokens), generator=generator)]
@@ -61,10 +57,6 @@ def grid_eps(name: str) -> float:
 
     An integer grid of 8 bits counts as e4m3, whose relative error for weights is the larger one. Where a name does not
     say the bits (`torchao`, `compressed-tensors`, `awq`) they may be four.
-
-    Example:
-        >>> grid_eps("fp8"), grid_eps("fp8_e5m2"), grid_eps("int8_per_token_head"), grid_eps("nvfp4")
-        (0.125, 0.25, 0.125, 0.5)
     """
     if "e5m2" in name:
         return E5M2_EPS
@@ -85,10 +77,7 @@ class CanaryJudge:
     _before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def judge(self, trainer: Mapping[int, Tensor], replicas: Mapping[int, Tensor]) -> CanaryVerdict:
-        """Judge one sync by log π and log μ of the tokens that each replica rank scored, [S, T - 1], nats.
-
-        Each healthy sync also teaches the bound, which is there after the fifth.
-        """
+        """Judge one sync by log π and log μ of the tokens that each replica scored, [S, T - 1]; learn from it."""
         now = {rank: (trainer[rank].double(), answer.double()) for rank, answer in replicas.items()}
         gaps = {rank: _trimmed_gap(*log_probs) for rank, log_probs in now.items()}
         dtypes = (torch.finfo(dtype).eps for dtype in (self.train_dtype, self.rollout_dtype))

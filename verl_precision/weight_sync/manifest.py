@@ -159,10 +159,7 @@ def integers(dtype: torch.dtype) -> torch.dtype:
 def send_with_manifest(
     weights: Iterable[tuple[str, Tensor]], reply_to: str | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield an announcement, the stream unchanged, then the manifest as a uint8 tensor of JSON.
-
-    The receiver's report goes to the file `reply_to`, on a file system that both sides see.
-    """
+    """Yield an announcement, the stream unchanged, the manifest as uint8; its answer goes to the file `reply_to`."""
     yield ANNOUNCEMENT_NAME, torch.empty(0, dtype=torch.uint8)  # no bytes: it moves no tensor in the buffer
     digests = StreamDigest()
     for name, tensor in weights:
@@ -177,10 +174,8 @@ def read_manifest(tensor: Tensor) -> tuple[dict[str, TensorDigest], str | None]:
     """Return the digests by name, and the file for the receiver's report, that `send_with_manifest` sent."""
     content = json.loads(tensor.cpu().numpy().tobytes())
     if (version := content.get("version", 1)) != VERSION:
-        raise WeightSyncError(
-            f"the trainer's manifest has version {version}, and this rollout reads version {VERSION}: install the same "
-            "verl-precision on both sides"
-        )
+        problem = f"the trainer's manifest has version {version}, and this rollout reads version {VERSION}"
+        raise WeightSyncError(f"{problem}: install the same verl-precision on both sides")
     return {name: TensorDigest(**fields) for name, fields in content["tensors"].items()}, content["reply_to"]
 
 
@@ -207,10 +202,7 @@ def differences(sent: dict[str, TensorDigest], received: dict[str, TensorDigest]
 
 
 def rounded_on_the_way(received: dict[str, torch.dtype], rollout_dtype: torch.dtype) -> list[str]:
-    """Return one line for each tensor that arrived with fewer bits of mantissa than the rollout holds.
-
-    8-bit floats, which only quantised rollouts get, are allowed.
-    """
+    """Return one line for each tensor with fewer bits of mantissa than the rollout holds, those of 8 bits left out."""
     problems, rollout = [], dtype_name(rollout_dtype)
     for name, dtype in sorted(received.items()):
         if dtype.is_floating_point and dtype.itemsize > 1 and torch.finfo(dtype).eps > torch.finfo(rollout_dtype).eps:

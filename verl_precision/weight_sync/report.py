@@ -21,7 +21,7 @@ def _folder() -> Path:
 
 @dataclass
 class SyncReport:
-    """What one rollout worker could verify of one weight sync."""
+    """What one rollout worker could verify of one weight sync; its metrics are below `weight_sync/`."""
 
     verified_layers: int = 0  # shown to compute exactly what they were sent, of an adapter too
     unverified_layers: int = 0  # unknown layout, or quantised; not those whose turn comes in a later sync
@@ -29,7 +29,7 @@ class SyncReport:
     weights_digest: int = 0  # 40 bits of the digests of what was received: equal weights, equal number
 
     def metrics(self) -> dict[str, float]:
-        """Return the report as metrics, each under its own name below `weight_sync/`."""
+        """Return the report as metrics."""
         return {f"weight_sync/{name}": float(value) for name, value in asdict(self).items()}
 
     def write(self, path: str) -> None:
@@ -55,10 +55,7 @@ class ReportBox:
         return str(path)
 
     def take(self) -> SyncReport | None:
-        """Return the sum of the reports since the last call, and remove their files; None if none came back.
-
-        With LoRA a sync has two weight streams, the base weights and the adapter, and so two reports.
-        """
+        """Return the sum of the reports since the last call (with LoRA two a sync), and remove their files; or None."""
         found = []
         for path in self._expected:
             with contextlib.suppress(FileNotFoundError):  # another rollout engine, or a sync that failed

@@ -1,10 +1,8 @@
 """Settings of weight syncs: the block `weight_sync` of a config, and the canary's in it."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
 from verl_precision.base.settings import settings
@@ -26,18 +24,15 @@ class SyncSettings:
     """How FP32 weights become the rollout's."""
 
     # stochastic: rounded up or down at random before they leave, so that small updates are served on average
-    rounding: Literal["nearest", "stochastic"] = Field(
-        default="nearest", description="The value nearest is as in verl."
-    )
+    rounding: Literal["nearest", "stochastic"] = Field(default="nearest", description="nearest is as in verl.")
 
 
-def sync_settings(config: DictConfig) -> SyncSettings:
+def sync_settings(config: Mapping[str, Any]) -> SyncSettings:
     """Return the settings in a config's block `weight_sync`, those of the canary left out."""
-    block: Any = OmegaConf.select(config, "weight_sync") or {}
+    block = config.get("weight_sync") or {}
     return SyncSettings(**{key: value for key, value in block.items() if key != "canary"})
 
 
-def canary_settings(config: DictConfig) -> CanarySettings:
+def canary_settings(config: Mapping[str, Any]) -> CanarySettings:
     """Return the settings in a config's block `weight_sync.canary`; what it leaves out has its default."""
-    block: Any = OmegaConf.select(config, "weight_sync.canary")
-    return CanarySettings() if block is None else CanarySettings(**OmegaConf.to_container(block, resolve=True))
+    return CanarySettings(**((config.get("weight_sync") or {}).get("canary") or {}))

@@ -9,14 +9,14 @@ import contextlib
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from verl_precision.weight_sync.manifest import bit_view, dtype_name
+from verl_precision.weight_sync.manifest import StreamDigest, bit_view, dtype_name
 
 _PROBE_ROWS = 4  # more than one: some layers have a kernel of their own for a single row
 
@@ -51,7 +51,7 @@ def layers_with_parameters(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def shared_parameter_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, layer) of the layers that hold a parameter which another layer holds as well (tied weights)."""
+    """Yield (name, layer) of the layers with a parameter that another layer holds as well (tied weights)."""
     layers = layers_with_parameters(model)
     holders = Counter(id(parameter) for layer in layers.values() for parameter in layer.parameters(recurse=False))
     for name, layer in layers.items():
@@ -63,9 +63,9 @@ def shared_parameter_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]
 def find_damage(layer: nn.Module, record: LayerRecord, repack: bool, model_dtype: torch.dtype) -> str | None:
     """Return proof that a layer of the rollout does not compute what it was sent, or None if it does.
 
-    All parameters are compared bit for bit with those of a layer that is built afresh. If the live layer computes with
-    a packed copy (`repack`: it was packed after loading), its output on a fixed probe must be equal bit for bit as
-    well. Where no reference can be built or compared, `NotVerifiableError` is raised: an unknown layout is no damage.
+    All parameters are compared bit for bit with those of a layer that is built afresh, and the outputs on a fixed probe
+    where the live layer computes with a packed copy (`repack`: it was packed after loading). Where no reference can be
+    built or compared, `NotVerifiableError` is raised: an unknown layout is no damage.
     """
     if record.failure is not None:
         raise NotVerifiableError(record.failure)
@@ -83,9 +83,7 @@ def find_damage(layer: nn.Module, record: LayerRecord, repack: bool, model_dtype
             # The kernel has its own copy. The empty rest has the dtype that was torch's default when it was made.
             packed_away |= name in record.template and record.template[name].numel() > 0
         elif found.shape != expected.shape or found.dtype != expected.dtype:
-            raise NotVerifiableError(
-                f"{name} is {_described(found)}, and {_described(expected)} in a layer built afresh"
-            )
+            raise NotVerifiableError(f"{name} is {_described(found)}, and {_described(expected)} if built afresh")
         elif unequal := int((bit_view(found) != bit_view(expected)).sum()):
             return f"{name}: {unequal} of {expected.numel()} elements are not those that were sent"
     if packed_away and not _same_outputs(layer, reference, record):
@@ -115,10 +113,9 @@ def pack(layer: nn.Module) -> None:
 
 
 def forget_expert_kernel(layer: nn.Module) -> None:
-    """Have vLLM pack an expert layer the next time it is loaded, as at the first time.
+    """Have vLLM pack an expert layer the next time it is loaded, as at the first time, when it builds its CPU kernel.
 
-    vLLM packs expert weights for its CPU kernel only while it builds that kernel. Loaded again, they would be read as
-    if they were packed, and the experts would compute with permuted weights.
+    Loaded again, weights would be read as if they were packed, and the experts would compute with permuted ones.
     """
     method: Any = getattr(layer, "quant_method", None)
     if getattr(method, "moe_kernel", None) is not None:
@@ -172,3 +169,35 @@ def _same_outputs(layer: Any, reference: Any, record: LayerRecord) -> bool:
 
 def _described(tensor: Tensor) -> str:
     return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
+
+def not_held(
+    sent: Mapping[str, Tensor], held: Iterable[tuple[str, Tensor]], dtype: torch.dtype, scaling: float
+) -> list[str]:
+    """Return, sorted, the names of an adapter's tensors that are not, to the bit, in the buffers of their layer.
+
+    `sent` are A and B under PEFT's names, `held` what the rollout's layers compute with, under names that end in
+    `.lora_A` or `.lora_B`. The rollout has rounded both to `dtype`, and then multiplied B by `scaling`. A layer's place
+    is its name from its number on: what stands before is not the same in both models. A tensor whose place the rollout
+    does not have may be in any buffer.
+    """
+    expected, found, places = StreamDigest(), StreamDigest(), list[str]()
+    for name, tensor in sent.items():
+        expected.add(name, tensor.to(dtype) * scaling if "lora_B" in name else tensor.to(dtype))
+    for name, tensor in held:
+        found.add(str(len(places)), tensor)
+        places.append(_place(name))
+    there = {(place, str(one)) for place, one in zip(places, found.fetch().values(), strict=True)}
+    there |= {("anywhere", digest) for _, digest in there}
+    return sorted(
+        name
+        for name, one in expected.fetch().items()
+        if ((place if (place := _place(name)) in places else "anywhere"), str(one)) not in there
+    )
+
+
+def _place(name: str) -> str:
+    """Return `layers.3.mlp.up_proj.lora_A` of `base_model.model.model.layers.3.mlp.up_proj.lora_A.weight`."""
+    parts = name.removesuffix(".weight").split(".")
+    first = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[first - 1 :])

@@ -20,7 +20,7 @@ from verl_precision.check import unknowns
 from verl_precision.check.preflight import find_problems
 from verl_precision.check.rules.features import FEATURES, asked_features, lost_features
 from verl_precision.check.rules.rule import Environment
-from verl_precision.engine.arithmetic_choice import IN_CONFIG
+from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 from verl_precision.integration import ledger, registration
 from verl_precision.integration.engine.build import PartsOfEngine
 from verl_precision.integration.engine.fsdp_engine import PrecisionFSDPEngine
@@ -44,7 +44,7 @@ ASKING = {
     "shadow": f"{OURS} fsdp.shadow.every_n_steps=2",
     "megatron": "+precision=bf16 model_engine=megatron",
     "lora.merge": f"{OURS} model.lora.merge=True model.lora.rank=8",
-    "arithmetic": f"{ON_CPU} ++{IN_CONFIG}=exact",
+    "arithmetic": f"{ON_CPU} ++{ARITHMETIC_SETTING}=exact",
     "router_replay": f"{ON_CPU} rollout.enable_rollout_routing_replay=True",
     "rollout_is=vp_*": f"{OURS} algorithm.rollout_correction.rollout_is=vp_token_tis",
     "adv_estimator=rloo": f"{OURS} algorithm.adv_estimator=rloo rollout.agent.agent_loop_config_path=mine.yaml",

@@ -74,7 +74,7 @@ def test_it_is_left_alone(loss, overrides):
 
 
 def test_what_another_rule_refuses_is_not_refused_again():
-    loss = TriedLoss(problem="it raises ConfigurationError: ...", owner="verl_precision.losses.gspo.gspo")
+    loss = TriedLoss(problem="it raises ConfigurationError: ...", owner="verl_precision.losses.grpo.gspo")
     faults = found("actor.policy_loss.loss_mode=vp_pg_seq_is", loss)
     assert [fault.name for fault in faults] == ["loss-settings"]
 

@@ -8,7 +8,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics
 from vllm.logprobs import FlatLogprobs
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.engine.sampling_masks import MASK_ANSWER_KEY, MASK_FIELD
+from verl_precision.engine.log_probs import MASK_ANSWER_KEY, MASK_FIELD
 from verl_precision.integration.engine.model_outputs import kept_tokens
 from verl_precision.integration.rollout.agent_loop import MaskedOutput
 from verl_precision.integration.rollout.vllm_sampling_masks import kept_of

@@ -12,7 +12,7 @@ from verl.utils.tracking import Tracking
 
 from verl_precision.integration.trainer.logger_tables import HISTOGRAMS, MOST_BINS, TABLES, log_histograms, log_table
 from verl_precision.mismatch.alarm import MismatchAlarm
-from verl_precision.mismatch.histogram import gap_counts, gap_edges
+from verl_precision.mismatch.token_sums import gap_counts, gap_edges
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "metrics.md").read_text()
 NAME, STEP = "mismatch/log_prob_gap", 7

@@ -28,9 +28,9 @@ from verl_precision.integration.engine.measurement import (
 from verl_precision.integration.trainer import run_monitor
 from verl_precision.integration.trainer.batch_fields import fetch
 from verl_precision.integration.trainer.run_monitor import ALARM_FILE, STEP_METRICS, RunMonitor
-from verl_precision.losses.clipping import ClipRange
+from verl_precision.losses.settings import ClipRange
+from verl_precision.mismatch.groups import MismatchByVersion
 from verl_precision.mismatch.phantom import PhantomStatistics
-from verl_precision.mismatch.staleness import MismatchByVersion
 
 BYPASS = {"algorithm": {"rollout_correction": {"bypass_mode": True}}}
 SHADOW = {"actor_rollout_ref": {"actor": {"fsdp_config": {"shadow": {"every_n_steps": 10}}}}}

@@ -12,8 +12,7 @@ from verl import DataProto
 from verl.trainer.ppo.v1 import trainer_base
 
 from verl_precision.base.errors import CheckpointStateError
-from verl_precision.mismatch.alarm import MismatchAlarm, first_alarms
-from verl_precision.mismatch.remedies import ADVICE
+from verl_precision.mismatch.alarm import ADVICE, MismatchAlarm, first_alarms
 from verl_precision.tools.actions.learning_rate import LOWER_RATE
 from verl_precision.tools.actions.remedy import CURABLE, FAULTS, Remedy
 from verl_precision.tools.actions.rescue import Action

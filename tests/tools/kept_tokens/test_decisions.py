@@ -13,8 +13,8 @@ from composer import compose_estimator
 from kept_responses import GRPO, response
 
 from verl_precision.losses import POLICY_LOSSES
-from verl_precision.losses.clipping import ClipRange
-from verl_precision.losses.in_use import LossInUse
+from verl_precision.losses.registry import LossInUse
+from verl_precision.losses.settings import ClipRange
 from verl_precision.presets import preset_names
 from verl_precision.tools.kept_tokens.decisions import LOST, OTHERS, Tokens, decide, decisions_of
 from verl_precision.tools.kept_tokens.kept_file import DECISIONS

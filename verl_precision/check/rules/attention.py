@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.dtypes import EXACT, short
 from verl_precision.base.verl_config import FSDP, engine_kwargs, engines, lora_rank, rollout_dtype
 from verl_precision.check.rules.rule import Environment, Fault, rule
-from verl_precision.engine.arithmetic_choice import IN_CONFIG
+from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 
 MODEL = "actor_rollout_ref.model"
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
@@ -106,7 +106,7 @@ def _in_fp32(config: DictConfig) -> Iterator[str]:
 @rule("dropout-in-update", "warning")
 def dropout_in_update(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """The trainer's forward drops elements where the rollout's does not: the ratio is not 1 before any update."""
-    if OmegaConf.select(config, IN_CONFIG) == EXACT:  # not-exact says it there
+    if OmegaConf.select(config, ARITHMETIC_SETTING) == EXACT:  # not-exact says it there
         return
     for setting, key, rate in _rates(config, environment):
         problem = f"an update drops {rate:.0%} of the elements ({key}), the rollout none: a mismatch in FP16 as in BF16"

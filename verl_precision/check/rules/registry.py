@@ -14,7 +14,7 @@ from verl_precision.check.rules.memory import OF_GPU
 from verl_precision.check.rules.presets import one_for_a_cause, without_chosen
 from verl_precision.check.rules.rule import RULES, Environment, Fault, Rule
 from verl_precision.check.rules.run import made_by_a_script
-from verl_precision.engine.arithmetic_choice import IN_CONFIG
+from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 
 # Every module of the folder adds its rules to `RULES` when it is imported.
 for _module in pkgutil.iter_modules(rules.__path__, f"{rules.__name__}."):
@@ -26,7 +26,7 @@ ABSENT = ("model-missing", "files-missing")  # a path that is not here is why so
 PROMISED = (
     *(f"mismatch.alarm.on_alarm:{action}" for action in ("lower_learning_rate", "mask", "rescue")),
     "actor_rollout_ref.actor.fsdp_config.learning_rate_ess_base",
-    f"{IN_CONFIG}:exact",
+    f"{ARITHMETIC_SETTING}:exact",
     "weight_sync.rounding:stochastic",
 )
 

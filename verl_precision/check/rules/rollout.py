@@ -20,7 +20,7 @@ from verl_precision.base.verl_config import (
 from verl_precision.base.versions import loads_adapters
 from verl_precision.check.rules.rule import Environment, Fault, Severity, fault_of_error, rule
 from verl_precision.check.who_decides import decisions
-from verl_precision.engine.arithmetic_choice import IN_CONFIG
+from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 from verl_precision.losses.registry import POLICY_LOSSES
 
 # What leaves the distribution as it is.
@@ -64,7 +64,7 @@ def truncated_sampling(config: DictConfig, environment: Environment) -> Iterator
     if replays_masks(config) or not _needs_logprobs(config):
         return
     effect = f"{ratios} divides one by the other" if ratios else "the mismatch metrics show the truncation"
-    severity: Severity = "error" if ratios or OmegaConf.select(config, IN_CONFIG) == EXACT else "warning"
+    severity: Severity = "error" if ratios or OmegaConf.select(config, ARITHMETIC_SETTING) == EXACT else "warning"
     for key, allowed in (("top_p", "1.0"), ("top_k", "-1"), ("custom.min_p", "0")):
         if _is_set(config.actor_rollout_ref.rollout, key):
             setting = f"{ROLLOUT}.{key}"

@@ -18,7 +18,7 @@ from verl_precision.check.rules.rule import (
 )
 from verl_precision.check.served_models import served_models, teaches
 from verl_precision.integration.trainer.saving import checkpoint_settings
-from verl_precision.mismatch.settings import settings_of
+from verl_precision.mismatch.settings import MismatchSettings
 from verl_precision.weight_sync.settings import canary_settings, sync_settings
 
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
@@ -61,7 +61,7 @@ def misspelt_settings(config: DictConfig, environment: Environment) -> Iterator[
 @rule("mismatch-settings")
 def measuring(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """The blocks `mismatch`, `weight_sync` and `checkpoint`."""
-    for settings in (settings_of, sync_settings, canary_settings, checkpoint_settings):
+    for settings in (MismatchSettings.from_config, sync_settings, canary_settings, checkpoint_settings):
         yield from faults_raised_by(settings, config)
 
 

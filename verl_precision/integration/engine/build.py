@@ -23,10 +23,9 @@ from verl_precision.base.extensions import features_asked_for
 from verl_precision.engine.arithmetic_choice import SETTING as ARITHMETIC
 from verl_precision.engine.arithmetic_choice import arithmetic_in_use, inner_dtype
 from verl_precision.engine.forward_dtypes import ForwardDtypes, compute_head_in_fp32
-from verl_precision.engine.loss_scaling import LossScaler
+from verl_precision.engine.loss_scaling import LossScaler, StepReport
 from verl_precision.engine.settings import ShadowSettings
 from verl_precision.engine.shadow import ShadowModel
-from verl_precision.engine.step_report import StepReport
 from verl_precision.integration.engine.router_replay import RouterReplay
 from verl_precision.integration.engine.weight_export import adapter_layers
 from verl_precision.integration.ledger import already_registered

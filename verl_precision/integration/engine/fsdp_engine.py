@@ -19,9 +19,8 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 from verl_precision.base.dtypes import long, torch_dtype
 from verl_precision.base.errors import LossScaleError
 from verl_precision.engine.forward_dtypes import ForwardDtypes
-from verl_precision.engine.loss_scaling import diagnosis, load_scaler, save_scaler
+from verl_precision.engine.loss_scaling import StepReport, diagnosis, load_scaler, save_scaler
 from verl_precision.engine.shadow import ROUNDED_TO, ShadowModel, loss_beside_shadow, rounded_weights
-from verl_precision.engine.step_report import StepReport
 from verl_precision.integration.engine import build
 from verl_precision.integration.engine.build import CPU, NVIDIA, by_config, register_engine
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig

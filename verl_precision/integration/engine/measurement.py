@@ -21,11 +21,10 @@ from verl_precision.engine.settings import ShadowSettings
 from verl_precision.engine.shadow import OF_SHADOW, OF_TRAINING
 from verl_precision.integration.ledger import wrap_once
 from verl_precision.integration.trainer.merged_metrics import MergedMetric
-from verl_precision.losses.clipping import ClipRange
+from verl_precision.losses.settings import ClipRange
 from verl_precision.mismatch.candidates import Candidates
+from verl_precision.mismatch.groups import MismatchByTurn, MismatchByVersion, beta_of_current_version
 from verl_precision.mismatch.phantom import PhantomStatistics
-from verl_precision.mismatch.staleness import MismatchByVersion, beta_of_current_version
-from verl_precision.mismatch.turns import MismatchByTurn
 
 # Keys among a batch's data: the request; where some are not current, how many versions behind each response is; and,
 # where tokens are kept, its lot (`candidates.lot_of`).

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from verl_precision.base.errors import LossScaleError
-from verl_precision.engine.step_report import StepReport
+from verl_precision.engine.loss_scaling import StepReport
 from verl_precision.integration.engine.build import NVIDIA, PartsOfEngine, by_config, digester, register_engine
 from verl_precision.integration.engine.engine_config import PrecisionMcoreConfig
 

@@ -10,8 +10,7 @@ from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 
 from verl_precision.engine.arithmetic_choice import inner_dtype
-from verl_precision.engine.log_probs import log_probs_and_entropy
-from verl_precision.engine.sampling_masks import MASK_FIELD, SamplingMask, unpack
+from verl_precision.engine.log_probs import MASK_FIELD, SamplingMask, log_probs_and_entropy, unpack
 
 
 def fp32_outputs(

@@ -22,7 +22,7 @@ from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentL
 
 from verl_precision.base.seeds import response_seed
 from verl_precision.base.verl_config import AGENT_LOOP
-from verl_precision.engine.sampling_masks import MASK_ANSWER_KEY, MASK_FIELD, MASK_REQUEST_KEY, pack
+from verl_precision.engine.log_probs import MASK_ANSWER_KEY, MASK_FIELD, MASK_REQUEST_KEY, pack
 
 
 class MaskedOutput(AgentLoopOutput):

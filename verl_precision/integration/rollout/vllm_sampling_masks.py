@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.engine.sampling_masks import MASK_ANSWER_KEY, MASK_REQUEST_KEY
+from verl_precision.engine.log_probs import MASK_ANSWER_KEY, MASK_REQUEST_KEY
 from verl_precision.integration.ledger import wrap_actor_method_once
 
 # FP32 log-probs of up to thousands of tokens sum to 1 within this.

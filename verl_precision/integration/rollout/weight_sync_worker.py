@@ -23,8 +23,7 @@ from verl_precision.integration.rollout.load_recorder import choose_layers, comp
 from verl_precision.integration.rollout.sync_under_way import Sync
 from verl_precision.integration.rollout.weight_socket import own_path
 from verl_precision.weight_sync import manifest, verify
-from verl_precision.weight_sync.adapter import not_held
-from verl_precision.weight_sync.verify import LayerRecord, NotVerifiableError
+from verl_precision.weight_sync.verify import LayerRecord, NotVerifiableError, not_held
 
 logger = logging.getLogger("verl_precision.weight_sync")
 

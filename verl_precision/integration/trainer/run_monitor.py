@@ -29,15 +29,13 @@ from verl_precision.integration.trainer.batch_fields import fetch, put, real_row
 from verl_precision.integration.trainer.logger_tables import log_histograms, log_table
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
 from verl_precision.integration.trainer.session_advantages import advantages_by_session
-from verl_precision.losses.clipping import Ratio, clip_range
 from verl_precision.losses.registry import ratio_of
+from verl_precision.losses.settings import Ratio, clip_range
 from verl_precision.mismatch import metric_names as names
-from verl_precision.mismatch.alarm import Alarm, MismatchAlarm, act_on
+from verl_precision.mismatch.alarm import Alarm, MismatchAlarm, act_on, remedies_in_use
 from verl_precision.mismatch.candidates import Candidates, lot_of
-from verl_precision.mismatch.remedies import remedies_in_use
-from verl_precision.mismatch.settings import settings_of
-from verl_precision.mismatch.staleness import MismatchByVersion, beta_of_current_version
-from verl_precision.mismatch.turns import MismatchByTurn
+from verl_precision.mismatch.groups import MismatchByTurn, MismatchByVersion, beta_of_current_version
+from verl_precision.mismatch.settings import MismatchSettings
 
 ALARM_FILE, STEP_METRICS = "mismatch_alarm.json", "step_metrics.json"
 # Of these metrics that the worker reports about an update of the actor, verl's prefix is taken off.
@@ -52,7 +50,7 @@ class RunMonitor:
     def __init__(self, trainer: Any) -> None:
         """Read from a trainer's config what decides where to measure, and what."""
         self._trainer, self._config = trainer, (config := trainer.config)
-        self.settings = settings = settings_of(config)
+        self.settings = settings = MismatchSettings.from_config(config)
         correction = OmegaConf.select(config, "algorithm.rollout_correction") or {}
         bypass = bool(correction.get("bypass_mode"))  # verl skips the forward at θ': old log-probs are the rollout's
         actor = config.actor_rollout_ref.actor
@@ -61,12 +59,11 @@ class RunMonitor:
         self.shadowed = not beta_in_ratio or (shadow.get("every_n_steps") or 0) > 0
         self.in_worker = bypass or not beta_in_ratio  # the driver never sees the trainer's log-probs
         ratio = ratio_of(actor)
-        against_rollout = ratio is not None and (ratio.bypass if bypass else ratio.decoupled) == "rollout"
         self.request = measurement.MeasureOrder(
             mismatch=self.in_worker,
             rollout_as_shadow=self.in_worker and not self.shadowed,
             bypass=bypass,
-            clip=clip_range(ratio, actor) if ratio is not None and against_rollout else None,
+            clip=clip_range(ratio, actor) if ratio is not None and bypass else None,
             beta_in_ratio=beta_in_ratio,
             ratio_threshold=settings.ratio_threshold,
             longest_response=int(config.actor_rollout_ref.rollout.response_length),
@@ -214,7 +211,7 @@ class RunMonitor:
         mismatch, self._sets = self._sets.get(MISMATCH), {}
         with self.guarded():
             if mismatch is not None and self.settings.histograms:
-                log_histograms(tracking, mismatch.histograms(), step)
+                log_histograms(tracking, mismatch.whole.histograms(), step)
             log_table(tracking, "alarm/raised", [alarm.row() for alarm in self._raised], step)
 
     def save(self, folder: Path, metrics: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from verl_precision.integration.ledger import is_lost
 from verl_precision.integration.trainer.checkpoints import RESCUE_FILE
 from verl_precision.integration.trainer.run_monitor import RunMonitor
 from verl_precision.integration.trainer.saving import Saving, checkpoint_settings
-from verl_precision.mismatch.settings import ON_ALARM, REMEDIES, settings_of
+from verl_precision.mismatch.settings import ON_ALARM, REMEDIES, MismatchSettings
 from verl_precision.weight_sync.settings import canary_settings
 
 HOOKS = (
@@ -33,7 +33,7 @@ _POLL_SECONDS_ON_CPU = 0.1
 
 def measured_mode(config: DictConfig) -> str | None:
     """Return the measuring trainer's name for the trainer a config asks for, or None where nothing is to change."""
-    settings_of(config)
+    MismatchSettings.from_config(config)
     measured = trainer_to_start(config)
     if measured == str(OmegaConf.select(config, "trainer.v1.trainer_mode")):
         return None

@@ -9,9 +9,9 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import FSDP, engines, rollout_dtype
 from verl_precision.check.rules.loss import CORRECTION, RATIO_SOURCE, weighs_responses
 from verl_precision.check.rules.rule import Environment, Fault, rule
-from verl_precision.engine.arithmetic_choice import IN_CONFIG
+from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 from verl_precision.integration.trainer.saving import saves
-from verl_precision.mismatch.settings import ON_ALARM, REMEDIES, MismatchSettings, settings_of
+from verl_precision.mismatch.settings import ON_ALARM, REMEDIES, MismatchSettings
 
 RESCUE = f"Set {ON_ALARM}=rescue."
 
@@ -43,7 +43,7 @@ def alarm_cannot_act(config: DictConfig, environment: Environment) -> Iterator[F
         if actor.strategy not in FSDP:
             problem = f"a rescue goes on from a checkpoint, and those of strategy={actor.strategy} are not read here"
             yield Fault(ON_ALARM, problem, "log or stop, or the strategy fsdp or fsdp2", f"Set {ON_ALARM}=stop.")
-        exact = OmegaConf.select(config, IN_CONFIG) == EXACT
+        exact = OmegaConf.select(config, ARITHMETIC_SETTING) == EXACT
         if exact or (actor.compute, rollout_dtype(config)) == ("fp16", "fp16"):
             problem = "the run has no larger gap than in FP16, in which a rescue would go on"
             yield Fault(ON_ALARM, problem, "log or stop", f"Set {ON_ALARM}=stop.")
@@ -83,6 +83,6 @@ def learning_rate_without_weights(config: DictConfig, environment: Environment) 
 
 def _settings(config: DictConfig) -> MismatchSettings:
     try:
-        return settings_of(config)
+        return MismatchSettings.from_config(config)
     except ConfigurationError:  # another rule refuses it
         return MismatchSettings()

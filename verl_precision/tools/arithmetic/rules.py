@@ -10,7 +10,7 @@ from verl_precision.base.dtypes import EXACT, HALF, long
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import ROLLOUT, engines, rollout_dtype, sync_backend
 from verl_precision.check.rules.rule import Environment, Fault, rule
-from verl_precision.engine.arithmetic_choice import FAMILIES, IN_CONFIG, refused, require_family
+from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING, FAMILIES, refused, require_family
 
 MODEL, VLLM = "actor_rollout_ref.model", f"{ROLLOUT}.engine_kwargs.vllm"
 ENGINE = "verl_precision.integration.engine.engine_config.PrecisionFSDPConfig"
@@ -59,7 +59,7 @@ OF_ENGINE: tuple[tuple[str, tuple[object, ...], str], ...] = (
 @rule("not-exact")
 def not_exact(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """A run with exact arithmetic is meant to have no gap: nothing may round otherwise in one engine alone."""
-    if (arithmetic := OmegaConf.select(config, IN_CONFIG)) != EXACT:
+    if (arithmetic := OmegaConf.select(config, ARITHMETIC_SETTING)) != EXACT:
         return
     asked = f"arithmetic={arithmetic} asks for equal log-probs, but"
     trained = engines(config)

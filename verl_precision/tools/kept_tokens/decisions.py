@@ -8,7 +8,7 @@ A loss of `POLICY_LOSSES` says it itself (`LossOutput`); its gradient, Σₜ s�
     truncated         sₜ ≠ 0 is another number than without the bounds
     kept              all others, those without an advantage included
 
-Of verl's own losses those are known that state their clip range (`losses.clipping`). All is as at the first mini-batch
+Of verl's own losses those are known that state their clip range (`losses.settings`). All is as at the first mini-batch
 of a step, which sees the weights that the step begins with.
 """
 
@@ -22,11 +22,9 @@ from torch import Tensor
 
 import verl_precision.losses  # noqa: F401 - every loss is registered
 from verl_precision.losses.aggregation import Aggregation
-from verl_precision.losses.clipping import ClipRange
-from verl_precision.losses.in_use import LossInUse
-from verl_precision.losses.registry import POLICY_LOSSES, LossInputs
+from verl_precision.losses.registry import POLICY_LOSSES, LossInputs, LossInUse
 from verl_precision.losses.rollout_weights import WEIGHT_KINDS
-from verl_precision.losses.settings import LossSettings, require_threshold
+from verl_precision.losses.settings import ClipRange, LossSettings, require_threshold
 from verl_precision.tools.kept_tokens import kept_file
 from verl_precision.tools.kept_tokens.kept_file import CLIPPED, DECISIONS, MASKED, PHANTOM, TRUNCATED, KeptResponse
 

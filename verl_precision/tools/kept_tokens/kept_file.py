@@ -76,7 +76,7 @@ class KeptResponse(KeptSummary):
     decisions: np.ndarray  # the run's own: indices into `DECISIONS`
     behind: int  # versions of the weights between those that sampled it and those that scored it
     estimator: str  # the run's own, in words
-    estimator_settings: Mapping[str, Any]  # of `losses.in_use.LossInUse`
+    estimator_settings: Mapping[str, Any]  # of `losses.registry.LossInUse`
     prompt_text: str | None  # None with keep_text=False
     texts: list[str] | None  # of each token of the response; None with keep_text=False
 

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from verl_precision.integration.trainer.batch_fields import fetch_rows, real_rows
 from verl_precision.integration.trainer.metrics_file import metrics_path
-from verl_precision.losses.in_use import LossInUse
+from verl_precision.losses.registry import LossInUse
 from verl_precision.mismatch.candidates import Candidate, lot_of
-from verl_precision.mismatch.turns import turns_of
+from verl_precision.mismatch.groups import turns_of
 from verl_precision.tools.kept_tokens import kept_file
 from verl_precision.tools.kept_tokens.decisions import LOST, Tokens, decide
 from verl_precision.tools.kept_tokens.kept_file import KeptResponse
@@ -92,7 +93,7 @@ class TokenRecorder:
             factors = np.where(ours & (advantage != 0), decided.slopes / advantage, np.nan)
         ratio = np.expm1(np.clip(one.log_probs.numpy() - rollout.numpy(), None, _LARGEST_GAP), dtype=np.float64)
         moved = (np.abs(decided.slopes - advantage) + np.abs(advantage * ratio))[ours]
-        turn, prompt, response = turns_of(mask), row["prompts"], row["responses"]
+        turn, prompt, response = turns_of(mask, torch.tensor([0, len(mask)])), row["prompts"], row["responses"]
         prompt_text = texts = None
         if self._trainer.monitor.settings.keep_text:
             prompt_text = self._trainer.tokenizer.decode(prompt.tolist())

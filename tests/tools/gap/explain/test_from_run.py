@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.options import as_options
-from verl_precision.engine.arithmetic_choice import IN_CONFIG
+from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 from verl_precision.tools.checking.composing import compose_recipe
 from verl_precision.tools.gap.explain import session
 from verl_precision.tools.gap.explain.from_run import explained_by, faults_of
@@ -46,8 +46,8 @@ def changed(config, *dotlist):
     ("data.train_files=[a.parquet,b.parquet]", "prompts", "a.parquet"),
     (f"{FSDP}.fp32_log_probs=false", "fp32_log_probs", False),
     (f"{FSDP}.fp32_output_head=true", "fp32_output_head", True),
-    (f"{IN_CONFIG}=exact", "arithmetic", "exact"),
-    (f"{IN_CONFIG}=exact trainer.device=cuda", "arithmetic", "native"),
+    (f"{ARITHMETIC_SETTING}=exact", "arithmetic", "exact"),
+    (f"{ARITHMETIC_SETTING}=exact trainer.device=cuda", "arithmetic", "native"),
     (f"{FSDP}._target_=verl.workers.config.FSDPEngineConfig", "fp32_log_probs", False),
 ])  # fmt: skip
 def test_settings_follow_the_config(quickstart, change, name, value):

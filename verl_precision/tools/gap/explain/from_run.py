@@ -13,7 +13,7 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.options import as_options
 from verl_precision.base.verl_config import FSDP, engine_kwargs, engines, lora_rank, rollout_dtype
 from verl_precision.check.rules.attention import attention_of
-from verl_precision.engine.arithmetic_choice import IN_CONFIG
+from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 from verl_precision.mismatch.metric_names import K3_KL, value_of
 from verl_precision.tools.checking.composing import recorded_config
 from verl_precision.tools.gap.explain.judge import CAUSES
@@ -61,7 +61,7 @@ def explained_by(config: DictConfig) -> dict[str, Any]:
         "prompts": str(files if isinstance(files, str) else files[0]),
         "prompt_field": str(config.data.get("prompt_key", "prompt")),
         "max_prompts": 16,
-        "arithmetic": "native" if on_gpu else OmegaConf.select(config, IN_CONFIG) or "native",
+        "arithmetic": "native" if on_gpu else OmegaConf.select(config, ARITHMETIC_SETTING) or "native",
     }
 
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl_precision.mismatch.groups import FURTHEST_TURN, MismatchByTurn, turns_of
 from verl_precision.mismatch.statistics import MismatchStatistics
-from verl_precision.mismatch.turns import FURTHEST, MismatchByTurn, turns_of
 
 
 def nested(rows):
@@ -32,10 +32,9 @@ def measured(pi, mu, mask, layout=padded) -> MismatchByTurn:
     ([0, 0], [0, 0]),
 ])  # fmt: skip
 def test_a_turn_is_a_run_of_the_policys_tokens(mask, turns):
-    assert turns_of(torch.tensor(mask)).tolist() == turns
-    both = nested([torch.tensor(mask), torch.tensor([1, 0, 1]), torch.tensor([], dtype=torch.int64)])
-    assert [row.tolist() for row in turns_of(both).unbind()] == [turns, [1, 0, 2], []]
-    assert turns_of(torch.tensor([mask, mask])).tolist() == [turns, turns]
+    """Each response has its own, one without tokens between them."""
+    offsets = torch.tensor([0, len(mask), len(mask), len(mask) + 3, 2 * len(mask) + 3])
+    assert turns_of(torch.tensor([*mask, 1, 0, 1, *mask]), offsets).tolist() == [*turns, 1, 0, 2, *turns]
 
 
 @pytest.mark.parametrize("layout", [padded, nested])
@@ -64,12 +63,13 @@ def test_a_single_turn_has_no_metric_of_its_own(layout):
 
 
 def test_late_turns_are_together():
-    mask = torch.tensor([1, 0] * (FURTHEST + 3))
-    pi = torch.full(mask.shape, -1.0)
-    metrics = measured([pi], [pi - 0.1], [mask]).metrics()
-    assert metrics["mismatch/turns_max"] == FURTHEST + 3
-    assert metrics[f"mismatch/turn_{FURTHEST}/tokens"] == 4 and metrics["mismatch/turn_1/tokens"] == 1
-    assert f"mismatch/turn_{FURTHEST + 1}/tokens" not in metrics
+    mask = torch.tensor([1, 0] * (FURTHEST_TURN + 3))
+    metrics = measured([-1.0 * mask], [-1.1 * mask], [mask]).metrics()
+    turns = {name: value for name, value in metrics.items() if name.endswith("/tokens")}
+    assert turns == {
+        f"mismatch/turn_{turn}/tokens": 4 if turn == FURTHEST_TURN else 1 for turn in range(1, FURTHEST_TURN + 1)
+    }
+    assert metrics["mismatch/turns_max"] == FURTHEST_TURN + 3
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,0 +1,173 @@
+"""The mismatch of parts of a batch: by how many versions of the weights a response is behind, and by turn.
+
+A response of the current version was sampled with the weights that the trainer scores it with: its gap is precision
+alone. In asynchronous training others are older, and their gap is also what the policy has learned since. A turn of an
+agent loop is a maximal run of tokens that the policy wrote, as the response mask tells; tool output is never counted.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from verl_precision.base.mergeable import Count, Maximum, Mean, Statistic, StatisticSet, merge_by_name
+from verl_precision.losses.settings import ClipRange
+from verl_precision.mismatch.metric_names import BY_VERSION, STALE_FRACTION, TOOL_FRACTION, TURNS_MAX, behind, of_turn
+from verl_precision.mismatch.packing import flattened
+from verl_precision.mismatch.phantom import PhantomStatistics
+from verl_precision.mismatch.statistics import MismatchStatistics
+
+# Responses this many versions behind, or more, are measured together; and this turn with all later ones.
+FURTHEST_VERSION, FURTHEST_TURN = 3, 8
+
+
+@dataclass(frozen=True)
+class MismatchByVersion:
+    """All `mismatch/...` metrics, mergeable."""
+
+    # versions behind, 0 to `FURTHEST_VERSION` -> the statistics of these responses
+    groups: Mapping[int, MismatchStatistics] = field(default_factory=dict)
+
+    @classmethod
+    def measure(
+        cls,
+        trainer_log_probs: Tensor,
+        rollout_log_probs: Tensor,
+        response_mask: Tensor,
+        advantages: Tensor,
+        versions_behind: Sequence[int],
+        ratio_threshold: float = 3.0,
+        ended: Tensor | None = None,
+    ) -> Self:
+        """Measure a batch, or a part of one, given as `MismatchStatistics.measure` takes it.
+
+        `versions_behind` is that of each response; 0: sampled with the weights of `trainer_log_probs`.
+        """
+        log_probs = {"trainer_log_probs": trainer_log_probs, "rollout_log_probs": rollout_log_probs}
+        batch, found = flattened(log_probs, response_mask, advantages), {}
+        groups_B = torch.tensor(versions_behind, dtype=torch.int64).clamp(max=FURTHEST_VERSION)
+        for group in groups_B.unique().tolist():
+            part = batch.only(groups_B == group)
+            measured = MismatchStatistics.of_batch(part, ratio_threshold, ended=ended)
+            broken = measured.statistics["nonfinite_tokens"]  # whose they are takes a second look, where there are any
+            counts = {
+                f"nonfinite_{engine}_tokens": _nonfinite(each, part.mask) if broken.value() else broken
+                for engine, each in zip(("trainer", "rollout"), part.log_probs, strict=True)
+            }
+            found[group] = MismatchStatistics({**measured.statistics, **counts})
+        return cls(found)
+
+    def merge(self, other: Self) -> Self:
+        """Return the statistics of both pieces together; neither changes."""
+        return type(self)(merge_by_name([self.groups, other.groups]))
+
+    @property
+    def whole(self) -> MismatchStatistics:
+        """The statistics of all responses."""
+        return MismatchStatistics(merge_by_name(group.statistics for group in self.groups.values()))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of all responses; if some are not current, also those of each version behind."""
+        found = self.whole.metrics()
+        groups = {group: statistics.metrics() for group, statistics in self.groups.items()}
+        tokens = {group: metrics["mismatch/tokens"] for group, metrics in groups.items() if metrics["mismatch/tokens"]}
+        if tokens:
+            found[STALE_FRACTION] = 1 - tokens.get(0, 0.0) / sum(tokens.values())
+        for group in tokens if set(tokens) != {0} else ():
+            found |= {behind(group, name): groups[group][name] for name in BY_VERSION}
+        return found
+
+
+def _nonfinite(log_probs: Tensor, mask: Tensor) -> Count:
+    return Count((~log_probs.isfinite() & mask.bool()).sum()).on_cpu()
+
+
+def beta_of_current_version(
+    trainer_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    advantages: Tensor,
+    versions_behind: Sequence[int],
+    clip: ClipRange | None,
+    ended: Tensor | None = None,
+) -> PhantomStatistics:
+    """Measure the responses of the current version with the rollout in place of a shadow: alpha is 0, the gap is beta.
+
+    `versions_behind` is as `MismatchByVersion.measure` takes it, all else as `PhantomStatistics.measure`.
+    """
+    current_B = torch.tensor(versions_behind) == 0
+    if not current_B.any():
+        return PhantomStatistics()
+    log_probs = {"trainer_log_probs": trainer_log_probs, "rollout_log_probs": rollout_log_probs}
+    batch = flattened(log_probs, response_mask, advantages).only(current_B)
+    trainer, rollout = batch.log_probs
+    return PhantomStatistics.of_batch(batch._replace(log_probs=(trainer, rollout, rollout)), clip, ended=ended)
+
+
+def turns_of(mask_N: Tensor, offsets: Tensor) -> Tensor:
+    """Return [N] int64, the number, from 1, of the turn in which the policy wrote each token; 0: it did not.
+
+    The mask is of flat responses, which begin at `offsets` ([B + 1]), and nonzero where the policy wrote the token.
+    """
+    begins_N = _turn_begins(mask_N, offsets)
+    counted = torch.cat([begins_N.new_zeros(1, dtype=torch.int64), begins_N.cumsum(0)])
+    return (counted[1:] - counted[offsets[:-1]].repeat_interleave(offsets.diff())) * mask_N.bool()
+
+
+def _turn_begins(mask_N: Tensor, offsets: Tensor) -> Tensor:
+    """Return [N] bool, the first tokens of turns."""
+    mask_N = mask_N.bool()
+    begins_N = mask_N.clone()
+    begins_N[1:] &= ~mask_N[:-1]
+    first_E = offsets[:-1][offsets.diff() > 0]
+    begins_N[first_E] = mask_N[first_E]
+    return begins_N
+
+
+@dataclass(frozen=True)
+class MismatchByTurn(StatisticSet):
+    """The metrics `mismatch/turn_<k>/...`, mergeable; none where no response has a second turn."""
+
+    prefix: ClassVar[str] = ""
+
+    @classmethod
+    @torch.no_grad()
+    def measure(
+        cls,
+        trainer_log_probs: Tensor,
+        rollout_log_probs: Tensor,
+        response_mask: Tensor,
+        whole: MismatchStatistics,
+        lengths: Tensor | None = None,
+    ) -> Self:
+        """Measure a batch, or a part of one, of tensors as `MismatchStatistics.measure` takes them.
+
+        `whole` are its statistics, which are those of turn 1 where there is no other. `lengths` is [B], the tokens of
+        each response where they are padded, tool output included. Padding and tool output never matter, whatever they
+        hold.
+        """
+        log_probs = {"trainer_log_probs": trainer_log_probs, "rollout_log_probs": rollout_log_probs}
+        batch = flattened(log_probs, response_mask, None)
+        begins_E = _turn_begins(batch.mask, batch.offsets).nonzero().squeeze(1)
+        turns_B = torch.bincount(torch.searchsorted(batch.offsets, begins_E, right=True))
+        written, most = batch.mask.count_nonzero().double().cpu(), int(turns_B.max()) if len(turns_B) else 0
+        tokens = torch.tensor(float(len(batch.mask))) if lengths is None else lengths.sum().double().cpu()
+        turns_N = turns_of(batch.mask, batch.offsets) if most > 1 else batch.mask
+        found: dict[str, Statistic] = {
+            TURNS_MAX: Maximum(torch.tensor(float(most))),
+            TOOL_FRACTION: Mean(tokens - written, tokens),
+        }
+        for turn in range(1, min(most, FURTHEST_TURN) + 1):
+            if most > 1:
+                of_turn_N = turns_N == turn if turn < FURTHEST_TURN else turns_N >= turn
+                whole = MismatchStatistics.of_batch(batch._replace(mask=of_turn_N))
+            found |= {of_turn(turn, name): statistic for name, statistic in whole.totals(BY_VERSION).items()}
+        return cls.on_cpu(found)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics by name."""
+        found = super().metrics()
+        return found if found.get(TURNS_MAX, 0) > 1 else {}
