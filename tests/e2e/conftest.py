@@ -21,8 +21,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 from verl_precision.tools.runs import fork_server as workers
 from verl_precision.tools.runs import launch
+from verl_precision.tools.runs.compare.grid import check_arguments
 from verl_precision.tools.runs.compare.run import compare_runs
-from verl_precision.tools.runs.grid import check_arguments
 from verl_precision.tools.runs.read import read_metrics
 
 QUICKSTART = Path("recipes/quickstart/quickstart.yaml")

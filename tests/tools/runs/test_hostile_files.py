@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from verl_precision.tools.kept_tokens.kept_file import FOLDER
 from verl_precision.tools.runs.live import Live
-from verl_precision.tools.runs.read import REWARD, read_runs, sources_in
+from verl_precision.tools.runs.read import REWARD, sources_in
 from verl_precision.tools.runs.server import application, hosts_of
 
 STEPS = [1, 2, 3, 4]
@@ -65,43 +65,27 @@ NO_FILES = {
 # A line after three healthy ones, which is the fourth.
 FOURTH_LINES = {
     "a number of 500 digits": row(4, a="7" * 500),
-    "a number of 6000 digits": row(4, a="7" * 6000),
-    "a step of 6000 digits": row("7" * 6000),
     "deep brackets": row(4, a="[" * 90_000 + "]" * 90_000),
-    "deep braces": row(4, a='{"a":' * 90_000 + "1" + "}" * 90_000),
     "brackets that are not closed": b"[" * 200_000 + b"\n",
     "step nan": row("NaN"),
-    "step infinite": row("-Infinity"),
     "step 1e999": row("1e999"),
     "step beyond whole numbers": row(2**53),
     "step in words": row('"four"'),
-    "step null": row("null"),
-    "step a list": row("[4]"),
     "no step": b'{"data":{"a":1}}\n',
     "no data": b'{"step":4}\n',
     "data null": b'{"step":4,"data":null}\n',
-    "data a list": b'{"step":4,"data":[1,2]}\n',
-    "data a word": b'{"step":4,"data":"words"}\n',
-    "a list": b"[4]\n",
-    "a number": b"4\n",
     "null": b"null\n",
     "two rows": row(4)[:-1] + b"," + row(5),
-    "the end of a row": b'"data":{}}\n',
-    "a comma": row(4)[:-1] + b",\n",
     "single quotes": b"{'step': 4, 'data': {}}\n",
     "latin-1": '{"step":4,"data":{"ä":1}}\n'.encode("latin-1"),
     "zeros": b"\0" * 512 + b"\n",
-    "a page of an error": b"<html><body>502 Bad Gateway</body></html>\n",
-    "a conflict": b"<<<<<<< HEAD\n",
     "too long": row(4, a="1" + " " * 2**24),
-    "one control character": row(4)[:9] + b"\x01" + row(4)[9:],
 }
 # Of a whole file, the line at fault.
 WHOLE_FILES = {
     "utf-16": (HEALTHY.decode().encode("utf-16"), 1),
     "gzip": (gzip.compress(HEALTHY) + b"\n", 1),
     "a document in place of rows": (b"[" + HEALTHY.replace(b"\n", b",")[:-1] + b"]\n", 1),
-    "a table": (b"step,reward\n1,0.5\n", 1),
     "after blank lines": (HEALTHY + b"\n\n\nrubbish\n", 8),
     "after more rows than are parsed at once": (b"".join(map(row, range(1, 1203))) + row("NaN") + row(1204), 1203),
 }
@@ -109,8 +93,6 @@ WHOLE_FILES = {
 READABLE = {
     "no time is finite": every(**{"timing_s/step": "Infinity"}),
     "times below zero": every(**{"timing_s/step": "-1e308"}),
-    "times beyond all": every(**{"timing_s/step": "1e308"}),
-    "no time is a number": every(**{"timing_s/step": "NaN"}),
     "rewards of either sign": b"".join(row(each, **{REWARD: f"{'-' * (each % 2)}1e308"}) for each in range(1, 900)),
     "rewards without end": b"".join(row(each, **{REWARD: f"{'-' * (each % 2)}Infinity"}) for each in range(1, 900)),
     "no reward": b"".join(row(each, **{REWARD: "NaN"}) for each in range(1, 900)),
@@ -119,19 +101,15 @@ READABLE = {
     "another step among the data": every(step=77),
     "half a character": every(**{"\ud800": 1}),
     "a key that a terminal obeys": every(**{"\x1b]0;owned\x07": 1}),
-    "a key as long as a page": every(**{"k" * 10_000: 1}),
     "layer in words": every(**{LAYER + "first": 1, LAYER: 1}),
     "layer beyond numbers": every(**{LAYER + "9" * 5000: 1}),
-    "layers beside the largest number": every(**{LAYER + "1": "1.7e308"}),
     "words, lists and tables": every(a='"word"', b="[1]", c='{"d":[2]}'),
-    "byte order mark": b"\xef\xbb\xbf" + HEALTHY,
     "windows": HEALTHY.replace(b"\n", b"\r\n"),
     "backwards": b"".join(HEALTHY.splitlines(keepends=True)[::-1]),
     "everything twice": HEALTHY + HEALTHY,
     "blank lines": HEALTHY.replace(b"\n", b"\n \t\n\n"),
     "a row that is being written": HEALTHY + row(5)[:20],
     "zeros after a crash": HEALTHY + b"\0" * 4096,
-    "brackets that are being written": HEALTHY + b"[" * 10,
     "steps below zero": b"".join(row(step - 9) for step in STEPS) + HEALTHY,
     "a scale below zero": every(**{"precision/loss_scale": -1, "precision/skipped_steps": "1e308"}),
     "a canary of infinity": every(**{"weight_sync/canary_gap": "Infinity", "weight_sync/canary_bound": "NaN"}),
@@ -155,44 +133,28 @@ BESIDE = {
     "config cut": (hydra("config.yaml", b"trainer: {total_training_steps: 1"), "config.yaml"),
     "config empty": (hydra("config.yaml", b""), None),
     "config not in UTF-8": (hydra("config.yaml", b"\xff\xfe\x00a"), "config.yaml"),
-    "config of zeros": (hydra("config.yaml", b"\0" * 100), "config.yaml"),
     "config deep in brackets": (hydra("config.yaml", b"[" * 60_000), "config.yaml"),
-    "config deep in lines": (hydra("config.yaml", b"- " * 60_000 + b"a"), "config.yaml"),
     "config that grows": (hydra("config.yaml", b"a: &a [1]\nb: [*a, *a]\n"), "config.yaml"),
-    "config that merges": (hydra("config.yaml", b"a: &a {b: 1}\nc: {<<: [*a, *a]}\n"), "config.yaml"),
     "config that calls": (hydra("config.yaml", b"a: !!python/object/apply:os._exit [3]\n"), "config.yaml"),
-    "config with tabs": (hydra("config.yaml", b"trainer:\n\ta: 1\n"), "config.yaml"),
-    "config twice": (hydra("config.yaml", b"a: 1\n---\nb: 1\n"), "config.yaml"),
     "config a list": (hydra("config.yaml", [1]), None),
-    "trainer a word": (hydra("config.yaml", {"trainer": "word"}), None),
     **{
         f"{steps!r:.20} steps": (hydra("config.yaml", {"trainer": {"total_training_steps": steps}}), None)
         for steps in (True, -5, 0, 1.5, "ten", [3], 10**400, 2**60, None)
     },
-    "hydra null": (hydra("hydra.yaml", {"hydra": None}), None),
-    "hydra a list": (hydra("hydra.yaml", {"hydra": [1]}), None),
     "hydra cut": (hydra("hydra.yaml", b'hydra: {job: {config_name: "re'), "hydra.yaml"),
     "hydra without a job": (hydra("hydra.yaml", {"hydra": {"runtime": run_of("a")["hydra"]["runtime"]}}), None),
-    "hydra without a runtime": (hydra("hydra.yaml", {"hydra": {"job": {"config_name": "a"}}}), None),
-    "sources a word": (hydra("hydra.yaml", {"hydra": {"runtime": {"config_sources": "word"}}}), None),
     "sources of words": (hydra("hydra.yaml", {"hydra": {"runtime": {"config_sources": ["word", None, 3]}}}), None),
-    "a path that is a number": (hydra("hydra.yaml", run_of("recipe", place=7)), None),
     "a path with a zero": (hydra("hydra.yaml", run_of("recipe", place="/a\0b")), None),
-    "a recipe that is a list": (hydra("hydra.yaml", run_of(["recipe"])), None),
     "a recipe with a long name": (hydra("hydra.yaml", run_of("r" * 5000)), "File name too long"),
     "choices that are lists": (hydra("hydra.yaml", run_of("recipe", ([1], [2]))) | {"expected.csv": CURVE}, None),
     **{
         f"expected {name}": (hydra("hydra.yaml", run_of("recipe")) | {"expected.csv": text}, said)
         for name, text, said in (
             ("rubbish", b"rubbish\n1,2\n", "expected.csv"),
-            ("empty", b"", None),
             ("cut", CURVE + b"fp16,grpo,1", "expected.csv"),
             ("step nan", CURVE + b"fp16,grpo,nan,1\n", "expected.csv"),
-            ("step infinite", CURVE + b"fp16,grpo,1e999,1\n", "expected.csv"),
             ("reward in words", CURVE + b"fp16,grpo,1,high\n", "expected.csv"),
-            ("reward infinite", CURVE + b"fp16,grpo,1,inf\n", None),
             ("not in UTF-8", CURVE + b"fp16,gr\xffpo,1,1\n", "expected.csv"),
-            ("with a zero", CURVE + b"fp16,grpo,1\0,1\n", "expected.csv"),
             ("in a field without end", CURVE + b'"' + b"a" * 200_000, "expected.csv"),
         )
     },
@@ -203,8 +165,6 @@ BESIDE = {
         f"kept tokens {name}": ({KEPT: data}, "step_1.parquet")
         for name, data in {
             "empty": b"",
-            "of zeros": b"\0" * 2000,
-            "rubbish": bytes(range(256)) * 4,
             "with a footer without end": b"PAR1" + b"\0" * 50 + b"\xff\xff\xff\x7fPAR1",
             "with a footer of rubbish": b"PAR1" + bytes(range(100)) + b"\x60\0\0\0PAR1",
         }.items()
@@ -216,10 +176,8 @@ ALONE = {
     "log with a step among the values": ({"a.log": b"step:1 - step:nan - critic/score/mean:0.5\n"}, None),
     "log with a line too long": ({"a.log": b"step:1 - a:1\n" + b"x" * (2**24 + 9)}, "line 2 has more than"),
     "log of bytes": ({"a.log": b"step:1 - critic/score/mean:0.5\n" + bytes(range(256))}, None),
-    "lines end in CR": ({"a.jsonl": HEALTHY.replace(b"\n", b"\r")}, None),
-    "memory of a process": ({"a.jsonl": linked("/proc/self/mem")}, None),
+    "memory of a process": ({"a.jsonl": linked("/proc/self/mem")}, "it cannot be read"),
     "events of rubbish": ({"events.out.tfevents.1.a": bytes(range(256)) * 9}, None),
-    "events empty": ({"events.out.tfevents.1.a": b""}, None),
     "two files of metrics": ({"a.jsonl": HEALTHY, "b.jsonl": HEALTHY}, "several files could be meant"),
 }
 CASES = {
@@ -313,9 +271,8 @@ def test_the_page_shows_every_run_and_says_what_is_wrong_until_it_is_right(runs)
 def test_every_request_is_answered_in_words(runs):
     client = TestClient(application(Live([runs]), "token"), base_url="http://localhost")
     for run in [each for each in client.get("/token/state").json()["runs"] if FOLDER in each["problem"]]:
-        for kind in ("responses", "response", "text", "decisions"):
+        for kind in ("responses", "response", "decisions"):
             assert client.get(f"/token/{kind}?run={run['id']}&at=0").status_code < 500
-    assert client.get("/token/csv?panel=reward").status_code == 200
 
 
 def test_the_terminal_shows_every_run(runs, typed):
@@ -365,9 +322,7 @@ def test_a_folder_whose_name_a_terminal_would_obey(tmp_path, typed):
     build(tmp_path / "good", {"metrics.jsonl": HEALTHY})
     code, said = typed("watch", tmp_path, "--once")
     assert code == 1 and "\\x1b" in said and not {*name} & {*said} - {*"]0;owned"}
-    client = asked(tmp_path)
-    assert len(client.get("/token/state").json()["runs"]) == 3
-    assert "\\x1b]0;owned" in client.get("/token/csv?panel=reward").text
+    assert len(asked(tmp_path).get("/token/state").json()["runs"]) == 3
     code, said = typed("report", tmp_path, "--output", tmp_path / "page.html")
     assert code == 1 and "\x1b" not in said + (tmp_path / "page.html").read_text()
 
@@ -384,11 +339,3 @@ def test_a_server_is_asked_by_the_names_of_its_machine_and_by_no_other(tmp_path,
     for name, code in ((hosts[-1], 200), ("evil.example", 400), (f"{hosts[-1]}.evil.example", 400)):
         answer = TestClient(app, base_url="http://localhost").get("/token/state", headers={"host": name})
         assert answer.status_code == code
-
-
-def test_how_much_has_been_read_is_told(tmp_path):
-    build(tmp_path / "run", {"metrics.jsonl": b"".join(row(step) for step in range(1, 1300))})
-    told = []
-    read_runs([tmp_path], lambda path, done, size: told.append((path.name, done, size)))
-    size = (tmp_path / "run" / "metrics.jsonl").stat().st_size
-    assert len(told) == 3 and told[-1] == ("metrics.jsonl", size, size) and told == sorted(told)

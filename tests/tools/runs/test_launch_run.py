@@ -5,11 +5,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
+import psutil
 import pytest
 
 from verl_precision.base.errors import RunFailedError
@@ -110,34 +108,23 @@ def test_a_signal_ends_every_process_and_leaves_no_folder_and_another_changes_no
 
 
 def test_what_a_killed_start_has_left_goes_with_the_next_one(stand_in, tmp_path):
-    living, killed = launch.scratch_folder("vp-ray-"), stand_in()
-    with living as folder:
-        killed[0].kill()
-        killed[0].communicate()
-        assert len(launch.marked_processes(killed[1])) == 2 and len(list(tmp_path.glob("vp-ray-*"))) == 2
-        with launch.scratch_folder("vp-ray-") as another:
-            assert launch.marked_processes(killed[1]) == [] and {*tmp_path.glob("vp-ray-*")} == {folder, another}
-    assert not list(tmp_path.glob("vp-ray-*"))
-
-
-def test_starts_at_the_same_time_leave_each_others_folders_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    def start(_: int) -> bool:
-        with launch.scratch_folder("vp-ray-") as folder:
-            time.sleep(0.01)
-            return folder.is_dir()
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(start, range(80))) and not list(tmp_path.iterdir())
+    killed, mark = stand_in()
+    killed.kill()
+    killed.communicate()
+    left = launch.marked_processes(mark)
+    assert len(left) == 2 and len(list(tmp_path.glob("vp-ray-*"))) == 1
+    again, _ = stand_in()
+    assert psutil.wait_procs(left, timeout=60)[1] == [] and len(list(tmp_path.glob("vp-ray-*"))) == 1
+    again.send_signal(signal.SIGTERM)
+    assert again.communicate(timeout=60)[0] == "interrupted\n"
+    assert launch.marked_processes(mark) == [] and not list(tmp_path.glob("vp-ray-*"))
 
 
 @pytest.mark.parametrize(("name", "there"), [("a b=c,d'e", True), ("pbs.12[3]", False), ("Läufe", False)])
 def test_ray_has_a_folder_that_it_can_work_in(tmp_path, monkeypatch, name, there):
     (tmp_path / name).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
-    with launch.scratch_folder("vp-ray-") as folder:
-        assert folder.parent == (tmp_path / name if there else Path("/tmp"))
+    assert launch.temporary_folder() == (str(tmp_path / name) if there else "/tmp")
 
 
 def test_a_folder_with_results_is_never_written_to(tmp_path, root):

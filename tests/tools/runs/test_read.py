@@ -3,14 +3,13 @@
 import importlib.util
 import json
 import math
-import os
 
 import numpy
 import pytest
 
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
 from verl_precision.base.owner import release, take
-from verl_precision.tools.runs.read import Follower, read_runs
+from verl_precision.tools.runs.read import read_runs
 
 ROWS = [
     {"step": 1, "critic/score/mean": -42.5, "actor/precision/loss_scale": 65536.0, "mismatch/k3_kl": 1.25e-8},
@@ -121,57 +120,11 @@ def test_what_cannot_be_read_is_refused(tmp_path, name, words):
 def test_a_row_that_is_cut_short_is_left_until_it_is_whole(tmp_path):
     path = jsonl(tmp_path / "metrics.jsonl")
     whole = path.read_bytes()
-    follower = Follower(path)
     for cut, rows in ((len(whole) - 9, 1), (len(whole) - 1, 2), (len(whole), 2)):
         path.write_bytes(whole[:cut])
-        os.utime(path, ns=(cut, cut))  # the clock of a file system may be too coarse
-        follower.read_on()
-        assert follower.rows == ROWS[:rows]
         (run,) = read_runs([path])
-        assert run.rows == ROWS[:rows] and run.notes == (
-            ("the last row is cut short and is left out",) if rows == 1 else ()
-        )
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "log"])
-def test_a_file_is_read_on_from_where_it_was_left(tmp_path, kind):
-    path = tmp_path / f"run.{kind}"
-
-    def write(*rows, anew=False):
-        lines = (
-            "".join(map(console_line, rows))
-            if kind == "log"
-            else jsonl(tmp_path / "lines" / "x.jsonl", rows).read_text()
-        )
-        path.write_text(lines if anew else path.read_text() + lines)
-
-    third = {**ROWS[1], "step": 3}
-    write(ROWS[0], anew=True)
-    follower = Follower(path)
-    assert follower.read_on() == 0 and follower.read_on() is None
-    write(ROWS[1], third)
-    assert follower.read_on() == 1 and follower.rows == [*ROWS, third]
-    write({**third, "mismatch/k3_kl": 0.5}, {**third, "step": 4})  # a resumed run
-    assert follower.read_on() == 2 and [row["mismatch/k3_kl"] for row in follower.rows[2:]] == [0.5, 0.0]
-    assert follower.run("x").notes == ("1 step(s) were logged more than once (a resumed run): the last counts",)
-    write(*ROWS, anew=True)  # rows above the checkpoint have gone
-    assert follower.read_on() == 0 and follower.rows == ROWS and follower.run("x").notes == ()
-    write(*[{**row, "step": row["step"] + 6} for row in (*ROWS, *ROWS)], anew=True)  # another run, and longer
-    assert follower.read_on() == 0 and [row["step"] for row in follower.rows] == [7, 8]
-    write(anew=True)
-    assert follower.read_on() == 0 and follower.rows == []
-
-
-def test_a_row_that_cannot_be_read_is_forgotten_with_the_others(tmp_path):
-    path = jsonl(tmp_path / "run.jsonl")
-    follower = Follower(path)
-    follower.read_on()
-    path.write_text(path.read_text() + '{"step": "three", "data": {}}\n')
-    with pytest.raises(ConfigurationError, match="step is no number"):
-        follower.read_on()
-    assert follower.rows == []
-    jsonl(path)
-    assert follower.read_on() == 0 and follower.rows == ROWS
+        assert run.rows == ROWS[:rows]
+        assert run.notes == (("the last row is cut short and is left out",) if rows == 1 else ())
 
 
 def test_a_folder_of_arms_with_seeds_is_one_curve_an_arm(tmp_path):

@@ -6,7 +6,6 @@ The processes of a run are known by a mark in their environment, and all of them
 import contextlib
 import os
 import re
-import secrets
 import shutil
 import signal
 import subprocess
@@ -14,7 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,11 +22,10 @@ import psutil
 from verl_precision.base.errors import RunFailedError
 from verl_precision.base.files import table_of
 from verl_precision.base.overrides import quoted
-from verl_precision.base.owner import RUN_MARK, release, take
+from verl_precision.base.owner import RUN_MARK
 from verl_precision.base.signals import ended_by_signals
 from verl_precision.tools.runs.failure_report import reason
 
-_MARK = "mark"  # of a scratch folder: what its processes carry
 _POLL_SECONDS, _GRACE_SECONDS, _ASKED_SECONDS = 0.5, 20.0, 5.0
 WORKER_PYTHON = "VERL_PRECISION_WORKER_PYTHON"  # variable: a command that Ray starts workers with (fork_server)
 STAGES = table_of(__file__, "stages.yaml")
@@ -59,26 +57,27 @@ def run_verl(
 ) -> float:
     """Run verl to its end; return the wall-clock seconds of this start.
 
-    The new folder gets `train.log`, `metrics.jsonl` and Hydra's own files. A run that goes on may have the folder of a
-    start which was interrupted: what is left of its processes ends, and the next log is `train-2.log`. Progress is told
-    about twice a second. `threads` is the `OMP_NUM_THREADS` of all processes, where the variable is not set.
+    The new folder gets `train.log`, `metrics.jsonl` and Hydra's own files. A run that goes on may have that of a start
+    which was interrupted: what is left of it, processes and Ray's files, goes first, and the next log is `train-2.log`.
+    Progress is told about twice a second. `threads` is the `OMP_NUM_THREADS` of all processes, where none is set.
 
     Raises:
-        RunFailedError: If verl fails; Ray's logs are kept then and named.
+        RunFailedError: If verl fails; Ray's logs are kept until the run's next start, and named.
         KeyboardInterrupt: On Ctrl-C, SIGTERM and SIGHUP, after every process of the run has ended.
     """
     folder.mkdir(parents=True, exist_ok=goes_on)
     starts = len(list(folder.glob("train*.log")))
     log, metrics = folder / (f"train-{starts + 1}.log" if starts else "train.log"), folder / "metrics.jsonl"
     mark = uuid.uuid5(uuid.NAMESPACE_URL, folder.resolve().as_uri()).hex  # the same at each start of this run
-    end_marked(mark)
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     if threads is not None:
         environment.setdefault("OMP_NUM_THREADS", str(threads))
-    environment |= {"VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONUNBUFFERED": "1"}
-    start, process, python = time.monotonic(), None, os.environ.get(WORKER_PYTHON)
-    with ended_by_signals(), scratch_folder("vp-ray-", mark) as ray_folder:
-        environment |= {RUN_MARK: f"{mark}-{ray_folder.name}", "VLLM_RPC_BASE_PATH": str(ray_folder)}  # of its sockets
+    start, process, returncode, python = time.monotonic(), None, 0, os.environ.get(WORKER_PYTHON)
+    with ended_by_signals():
+        end_marked(mark)
+        ray_folder = _ray_folder(mark)
+        environment |= {"VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONUNBUFFERED": "1", RUN_MARK: mark}
+        environment["VLLM_RPC_BASE_PATH"] = str(ray_folder)  # of its sockets
         command = [
             *verl_command(config, overrides),
             "trainer.logger=[console,file]",
@@ -91,25 +90,41 @@ def run_verl(
                 process = subprocess.Popen(
                     command, stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True
                 )
-            _follow(process, log, metrics, start, on_progress)
+            returncode = _follow(process, log, metrics, start, on_progress)
         finally:
             end_processes(process, mark)
-        if process.returncode != 0:
-            (ray_folder / _MARK).unlink()  # so that it stays
-    if process.returncode != 0:
-        why = f"verl ended with exit code {process.returncode}:\n{reason(log, process.returncode)}"
+            if returncode == 0:
+                shutil.rmtree(ray_folder, ignore_errors=True)  # sockets of processes that are closing may vanish
+    if returncode != 0:
+        why = f"verl ended with exit code {returncode}:\n{reason(log, returncode)}"
         raise RunFailedError(f"{why}\nLog: {log}\nRay's own logs: {ray_folder}/session_latest/logs")
     return time.monotonic() - start
 
 
+def _ray_folder(mark: str) -> Path:
+    """Return a new folder for Ray's temporary files, in place of what an earlier start of the run has left there."""
+    # Short, because Ray puts UNIX sockets into it and their paths are limited to 107 bytes.
+    folder = Path(temporary_folder(), f"vp-ray-{mark[:8]}")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def temporary_folder() -> str:
+    """Return the folder of temporary files, if Ray can work in it: it takes ASCII alone, in which no * means more."""
+    folder = tempfile.gettempdir()
+    return "/tmp" if re.search(r"[^ -~]|[*?\[]", folder) else folder
+
+
 def _follow(
     process: subprocess.Popen, log: Path, metrics: Path, start: float, on_progress: Callable[[Progress], None]
-) -> None:
+) -> int:
+    """Tell how far verl is until it has ended; return its exit code."""
     stage, total = -1, None
     former = metrics.stat().st_mtime_ns if metrics.exists() else None  # rows of an earlier start: no progress yet
     with log.open(errors="replace") as lines:
         while True:
-            ended = process.poll() is not None
+            returncode = process.poll()
             for line in lines:
                 stage = stage_of(line, stage)
                 if match := TOTAL_STEPS.search(line):
@@ -118,8 +133,8 @@ def _follow(
             step = metrics.read_bytes().count(b"\n") if written else 0
             text = "training" if step else STAGES[stage][1] if stage >= 0 else "starting verl"
             on_progress(Progress(text, step, total, time.monotonic() - start))
-            if ended:
-                return
+            if returncode is not None:
+                return returncode
             time.sleep(_POLL_SECONDS)
 
 
@@ -127,41 +142,6 @@ def stage_of(line: str, current: int) -> int:
     """Return the index of the furthest stage that a line of the log shows, at least `current` (-1: none yet)."""
     reached = (index for index in range(len(STAGES) - 1, current, -1) if re.search(STAGES[index][0], line))
     return next(reached, current)
-
-
-@contextlib.contextmanager
-def scratch_folder(prefix: str, mark: str = "") -> Iterator[Path]:
-    """Yield a new folder for temporary files; it is removed at the end, unless it has lost its file `mark` by then.
-
-    First go the folders that killed processes have left, with the processes that carry the mark and the folder's name.
-    """
-    parent = Path(tempfile.gettempdir())
-    if re.search(r"[^ -~]|[*?\[]", str(parent)):  # Ray takes ASCII alone, and finds no logs where * means something
-        parent = Path("/tmp")
-    for left in (file.parent for file in parent.glob(f"{prefix}*/{_MARK}")):
-        with contextlib.suppress(OSError):  # somebody else removes it, or has it on a file system without locks
-            if left.lstat().st_uid == os.getuid() and take(left, needs_locks=True) is None:
-                try:
-                    if own := (left / _MARK).read_text():  # every mark begins with an empty one
-                        end_marked(f"{own}-{left.name}")
-                finally:  # also if its owner has just removed it, and it was made again
-                    _remove(left)
-    # Short, because Ray puts UNIX sockets into it and their paths are limited to 107 bytes.
-    folder, kept = parent / f"{prefix}{secrets.token_hex(4)}", False
-    try:
-        folder.mkdir(mode=0o700)
-        take(folder)
-        (folder / _MARK).write_text(mark)  # there only once the folder is locked
-        yield folder
-        kept = not (folder / _MARK).exists()
-    finally:
-        if not kept:
-            _remove(folder)
-
-
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # sockets of processes that are closing may vanish under us
-    release(folder)
 
 
 def end_processes(process: subprocess.Popen | None, mark: str, grace_seconds: float = _GRACE_SECONDS) -> None:
@@ -177,7 +157,7 @@ def end_processes(process: subprocess.Popen | None, mark: str, grace_seconds: fl
 
 
 def end_marked(mark: str) -> None:
-    """End every process that carries a mark which begins so: asked first, then killed; and remove verl's sockets."""
+    """End every process that carries a mark: asked first, then killed; and remove verl's sockets."""
     for end in (psutil.Process.terminate, psutil.Process.kill, psutil.Process.kill):
         if not (left := marked_processes(mark)):  # asked again: one of them may have started others
             break

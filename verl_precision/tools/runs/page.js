@@ -96,7 +96,6 @@ function runCard(run) {
     make("div", {}, make("span", { id: `progress-${run.id}` }, progress.filter(Boolean).join(" · ")), " ", LIVE && run.standing.age !== null ? make("small", { id: `age-${run.id}` }) : null),
     make("dl", {}, Object.entries(now).map(([title, text]) => make("div", {}, make("dt", {}, title), make("dd", { "data-now": title }, text)))),
     make("div", {}, run.alarms.length ? [make("span", { class: "bad" }, `alarms: ${run.alarms.length}`), ...alarms.flat()] : step === null ? "" : make("span", { class: "good" }, "no alarm")),
-    run.actions.length ? make("div", {}, `the alarm acts: ${run.actions.join(" · ")}`) : null,
     run.problem ? make("div", { class: "bad" }, run.problem) : null,
     make("small", {}, pathParts(run.path), run.notes.map((note) => [make("br"), note]).flat()),
   );
@@ -114,7 +113,7 @@ function showAlarms() {
   const content = page.runs.map((run) => [run.id, run.name, run.colour, run.alarms, run.baselineMissing, run.kept]);
   fill("alarms", content, () => {
     const cards = page.runs.flatMap((run) => run.alarms.map((alarm) => alarmCard(run, alarm)));
-    const calm = page.runs.filter((run) => run.first !== null && (run.baselineMissing > 0 || !run.alarms.length));
+    const calm = page.runs.filter((run) => run.standing.step !== null && (run.baselineMissing > 0 || !run.alarms.length));
     return [
       make("div", { class: "grid" }, cards),
       make("ul", {}, calm.map((run) => make("li", {}, chip(run), make("b", {}, run.name), " ",
@@ -160,7 +159,7 @@ function summaryRows(panel, label, runs) {
     return make("tr", {}, make("td", { class: "left run" }, chip(run), run.name),
       cells.map((value) => make("td", {}, value === null ? "" : numberText(value))), make("td", {}, String(steps)));
   });
-  return make("tbody", { "data-curve": key }, make("tr", {}, make("th", { scope: "rowgroup", class: "left", colspan: 8 }, panel.titles[label], " ", make("small", {}, panel.unit))), rows);
+  return make("tbody", { "data-curve": key }, make("tr", {}, make("th", { scope: "rowgroup", class: "left", colspan: 8 }, Object.keys(panel.metrics).length > 1 ? `${panel.title}: ${label}` : panel.title, " ", make("small", {}, panel.unit))), rows);
 }
 
 /* ---- curves ---- */
@@ -353,7 +352,7 @@ function figureOf(panel) {
   const figure = { panel, plot, tip, notes, stale: true, at: null };
   const button = (kind, save) => make("button", { type: "button", "data-save": kind, onclick: save, "aria-label": `${panel.title} as ${kind.toUpperCase()}` }, kind.toUpperCase());
   figure.element = make("figure", { id: `figure-${panel.name}` }, make("h3", {}, panel.title), plot,
-    make("figcaption", { class: "bar" }, notes, make("span", { class: "buttons" }, button("svg", () => saveSvg(panel)), " ", button("png", () => savePng(panel)), " ", button("csv", () => saveCsv(panel)))));
+    make("figcaption", { class: "bar" }, notes, make("span", { class: "buttons" }, button("svg", () => save(`${panel.name}.svg`, svgText(panel), "image/svg+xml")), " ", button("png", () => savePng(panel)), " ", button("csv", () => saveCsv(panel)))));
   plot.addEventListener("pointermove", (event) => point(figure, stepAt(figure, event)));
   plot.addEventListener("pointerleave", () => point(figure, null));
   plot.addEventListener("blur", () => point(figure, null));
@@ -444,8 +443,6 @@ function save(name, content, type) {
 const SAVED = { width: 760, height: 460 };
 const svgText = (panel) => new XMLSerializer().serializeToString(drawing(panel, SAVED.width, SAVED.height, false, true).svg);
 
-function saveSvg(panel) { save(`${panel.name}.svg`, svgText(panel), "image/svg+xml"); }
-
 function savePng(panel) {
   const image = new Image();
   image.onload = () => {
@@ -456,13 +453,17 @@ function savePng(panel) {
   image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(svgText(panel))}`;
 }
 
-async function saveCsv(panel) {
-  save(`${panel.name}.csv`, LIVE ? await (await ask(`csv?panel=${panel.name}`)).text() : DATA.csv[panel.name], "text/csv");
+/* What is drawn: of a long curve, or of several seeds, the means. */
+function saveCsv(panel) {
+  const series = seriesOf(panel), steps = [...new Set(series.flatMap((each) => each.steps))].sort((a, b) => a - b);
+  const head = [panel.axis, ...series.map((each) => `"${each.name} · ${each.label}"`.replace(/(?<!^)"(?!$)/g, '""'))];
+  const rows = steps.map((step) => [step, ...series.map((each) => each.values[each.steps.indexOf(step)] ?? "")]);
+  save(`${panel.name}.csv`, [head, ...rows].map((row) => `${row.join()}\n`).join(""), "text/csv");
 }
 
 /* ---- tokens ---- */
 
-const view = { run: null, step: null, order: "damage", from: 0, response: null, decisions: null, estimator: "", chosen: null };
+const view = { run: null, step: null, response: null, decisions: null, estimator: "", chosen: null };
 
 async function ask(path) {
   const answer = await fetch(path, { cache: "no-store" });
@@ -489,7 +490,6 @@ function followHash() {
   if (!parts || !page.runs.length) return;
   const [, what, run, number] = parts;
   view.run = Number(run);
-  view.from = 0;
   if (what === "tokens") { view.step = Number(number); showTokens(true).then(() => $("tokens").scrollIntoView()); }
   else openResponse(Number(number));
 }
@@ -501,7 +501,7 @@ async function showTokens(anew) {
   const able = page.runs.filter((run) => run.kept !== null);
   if (!runOfView() && page.runs.length) view.run = (able[0] || page.runs[0]).id;
   const run = runOfView();
-  const about = JSON.stringify([view.run, view.step, view.order, view.from, view.response?.offset, page.runs.map((each) => [each.id, each.name, each.kept])]);
+  const about = JSON.stringify([view.run, view.step, view.response?.offset, page.runs.map((each) => [each.id, each.name, each.kept])]);
   const inUse = $("tokens").contains(document.activeElement) && ["INPUT", "SELECT"].includes(document.activeElement.tagName);
   if (!anew && (inUse || tokensAsked === about)) return;
   tokensAsked = about;
@@ -509,7 +509,7 @@ async function showTokens(anew) {
   if (LIVE && run && run.kept !== null) {
     try {
       const step = view.step === null ? "" : `&step=${view.step}`;
-      found = await (await ask(`responses?run=${run.id}&order=${view.order}&from=${view.from}${step}`)).json();
+      found = await (await ask(`responses?run=${run.id}${step}`)).json();
       problem = found.problem;
     } catch (error) { problem = error.message; }
     if (tokensAsked !== about) return; // something else was asked for meanwhile
@@ -519,25 +519,23 @@ async function showTokens(anew) {
 }
 
 function tokensParts(run, found, problem) {
-  const change = (values) => { Object.assign(view, { from: 0 }, values); showTokens(true); };
+  const change = (values) => { Object.assign(view, values); showTokens(true); };
   const select = (id, options, value, set) => make("select", { id, onchange: (event) => set(event.target.value) }, options.map(([key, text]) => make("option", { value: key, selected: key === value }, text)));
   const bar = make("div", { class: "bar" },
     make("label", {}, "run ", select("tokens-run", page.runs.map((each) => [String(each.id), each.name]), String(view.run), (value) => change({ run: Number(value) }))),
-    make("label", {}, "step ", make("input", { id: "tokens-step", type: "number", min: 0, size: 6, value: view.step === null ? "" : view.step, placeholder: "all", onchange: (event) => change({ step: event.target.value === "" ? null : Number(event.target.value) }) })),
-    make("label", {}, "order ", select("tokens-order", [["damage", "most damage first"], ["step", "newest step first"]], view.order, (order) => change({ order }))));
+    make("label", {}, "step ", make("input", { id: "tokens-step", type: "number", min: 0, size: 6, value: view.step === null ? "" : view.step, placeholder: "all", onchange: (event) => change({ step: event.target.value === "" ? null : Number(event.target.value) }) })));
   if (!LIVE) return [make("p", { id: "tokens-note" }, run.kept === null ? howToKeep(run) : [`${run.kept} responses were kept. To see them: `, make("code", {}, `verl-precision watch ${shellText(run.path)}`)])];
   if (run.kept === null) return [bar, make("p", { id: "tokens-note" }, howToKeep(run))];
   if (problem) return [bar, make("p", { id: "tokens-note", class: "bad" }, problem)];
-  const said = view.step === null ? counted(found.count, "response") : found.step === view.step ? `${counted(found.count, "response")} of step ${found.step}`
+  const all = `${counted(found.count, "response")}${found.rows.length < found.count ? `, of which ${found.rows.length} are shown` : ""}`;
+  const said = view.step === null ? all : found.step === view.step ? `${counted(found.count, "response")} of step ${found.step}`
     : found.step === null ? "nothing is kept yet" : `nothing was kept at step ${view.step}; ${counted(found.count, "response")} of the nearest step, ${found.step}`;
   const heads = ["step", "kept as", "damage", "lost tokens", "tokens", "turns", "reward", "Σ log π - log μ", "largest gap", ""];
   const rows = found.rows.map((each) => make("tr", { "data-at": each.offset, class: each.offset === view.response?.offset ? "picked" : null },
     [each.step, each.reason, numberText(each.damage), each.lost, each.length, each.turns, each.reward === null ? "" : numberText(each.reward), numberText(each.log_weight), numberText(each.largest_gap)].map((text, at) => make("td", { class: at === 1 ? "left" : null }, String(text))),
     make("td", {}, make("a", { href: `#response-${run.id}-${each.offset}`, id: `see-${run.id}-${each.offset}` }, "tokens"))));
-  const more = (text, from, on) => (on ? make("button", { type: "button", onclick: () => { view.from = from; showTokens(true); } }, text) : null);
   return [bar, make("p", { id: "tokens-note" }, `${said}. Damage: how far estimator and mismatch have moved this response's gradient from the plain policy gradient. Lost tokens have an advantage and gave no gradient.`),
-    make("div", { class: "wide" }, make("table", { id: "responses" }, make("thead", {}, make("tr", {}, heads.map((text, at) => make("th", { scope: "col", class: at === 1 ? "left" : null }, text)))), make("tbody", {}, rows))),
-    make("div", { class: "bar" }, more("previous", found.start - 100, found.start > 0), more("next", found.start + found.rows.length, found.start + found.rows.length < found.count))];
+    make("div", { class: "wide" }, make("table", { id: "responses" }, make("thead", {}, make("tr", {}, heads.map((text, at) => make("th", { scope: "col", class: at === 1 ? "left" : null }, text)))), make("tbody", {}, rows)))];
 }
 
 const howToKeep = (run) => [`${run.name} has kept no tokens. A run with `, make("code", {}, "mismatch.keep_tokens=16"), " keeps sixteen responses of each step with their tokens: those of the largest weight, those of the largest gap, and some at random."];
@@ -565,21 +563,20 @@ async function openResponse(offset) {
 }
 
 function showResponse(run) {
-  const response = view.response, whole = (part) => `text?run=${run.id}&at=${response.offset}&part=${part}`;
-  const cut = response.prompt !== null && response.prompt.length < response.promptLength;
+  const response = view.response;
+  const cut = (shown, all, what) => shown < all && make("p", { id: `${what}-cut` }, `The first ${shown} of ${all} ${what}; all are in kept_tokens/step_${response.step}.parquet.`);
   const facts = [`step ${response.step}`, `kept as ${response.reason}`, response.version === null ? "" : `sampled by version ${response.version}`, `${response.behind} versions behind`, `Σ log π - log μ ${numberText(response.log_weight)}`, response.reward === null ? "" : `reward ${numberText(response.reward)}`, `damage ${numberText(response.damage)}`];
   const text = make("div", { id: "text", tabindex: 0, role: "group", "aria-label": "tokens of the response; arrow keys move from token to token", onkeydown: moveToken, onclick: (event) => { const token = event.target.closest(".token"); if (token) chooseToken(Number(token.dataset.n)); } }, tokenSpans());
-  const notCut = response.ids.length < response.length ? make("p", {}, `The first ${response.ids.length} of ${response.length} tokens. `, make("a", { href: whole("response"), target: "_blank", rel: "noopener" }, "The whole response as text")) : null;
   $("response").replaceChildren(
     make("h3", {}, `Response ${response.identity}`), make("p", {}, facts.filter(Boolean).join(" · ")),
-    make("details", {}, make("summary", {}, `prompt: ${response.promptTokens} tokens${response.prompt === null ? "" : `, ${response.promptLength} characters`}`),
-      make("div", { id: "prompt", tabindex: 0 }, response.prompt === null ? "The run kept no text." : response.prompt),
-      cut ? make("p", { id: "prompt-cut" }, `The first ${response.prompt.length} of ${response.promptLength} characters. `, make("a", { href: whole("prompt"), target: "_blank", rel: "noopener" }, "The whole prompt as text")) : ""),
+    make("details", {}, make("summary", {}, `prompt: ${response.prompt_tokens} tokens${response.prompt_text === null ? "" : `, ${response.prompt_characters} characters`}`),
+      make("div", { id: "prompt", tabindex: 0 }, response.prompt_text === null ? "The run kept no text." : response.prompt_text),
+      cut(response.prompt_text?.length, response.prompt_characters, "characters") || ""),
     make("div", { id: "estimators" }, estimatorTable(), make("small", {}, "What the other estimators would have decided is being computed.")),
     make("div", { class: "bar" }, make("span", {}, "colour: |log π - log μ|, 0 to 1 nat"), response.words.map((word, code) => (code === 1 ? null : make("span", { class: `token d${code}` }, word))),
       make("button", { type: "button", id: "next-lost", onclick: () => nextToken(lostAt) }, "next lost token"),
       make("button", { type: "button", id: "largest-gap", onclick: () => chooseToken(response.gap.map(Number).reduce((best, gap, at, all) => (response.decisions[at] !== 0 && gap > (response.decisions[best] !== 0 ? all[best] : -1) ? at : best), 0)) }, "largest gap")),
-    make("div", { id: "token", role: "status" }, "Choose a token."), text, notCut || "",
+    make("div", { id: "token", role: "status" }, "Choose a token."), text, cut(response.token_ids.length, response.length, "tokens") || "",
     make("p", {}, make("small", {}, "To compute these tokens again: ", explain(run))));
 }
 
@@ -601,7 +598,7 @@ function tokenSpans() {
   const { response } = view, parts = [];
   const several = response.turn.some((turn) => turn !== response.turn[0]);
   let place = null;
-  response.ids.forEach((id, at) => {
+  response.token_ids.forEach((id, at) => {
     const turn = response.turn[at];
     if (at === 0 || turn !== response.turn[at - 1]) {
       place = make("div", { "data-turn": turn }, several ? make("h4", {}, turn === 0 ? "tool output, never counted" : `turn ${turn}`) : null);
@@ -631,17 +628,17 @@ function chooseToken(at) {
   const box = $("text").getBoundingClientRect(), own = all[at].getBoundingClientRect();
   if (own.top < box.top || own.bottom > box.bottom) $("text").scrollTop += own.top - box.top - box.height / 2;
   const text = response.texts === null ? "" : ` ${JSON.stringify(response.texts[at])}`;
-  $("token").textContent = `token ${at + 1} of ${response.length}${text} (id ${response.ids[at]}) · log π ${numberText(response.pi[at])}, log μ ${numberText(response.mu[at])}, gap ${numberText(response.gap[at])} · advantage ${numberText(response.advantages[at])}, weight ${numberText(response.weights[at])} · ${response.words[view.decisions[view.estimator][at]]} (${view.estimator})`;
+  $("token").textContent = `token ${at + 1} of ${response.length}${text} (id ${response.token_ids[at]}) · log π ${numberText(response.log_probs[at])}, log μ ${numberText(response.rollout_log_probs[at])}, gap ${numberText(response.gap[at])} · advantage ${numberText(response.advantages[at])}, weight ${numberText(response.weights[at])} · ${response.words[view.decisions[view.estimator][at]]} (${view.estimator})`;
 }
 
 function nextToken(wanted) {
-  const count = view.response.ids.length, start = view.chosen === null ? -1 : view.chosen;
+  const count = view.response.token_ids.length, start = view.chosen === null ? -1 : view.chosen;
   for (let n = 1; n <= count; n++) { const at = (start + n) % count; if (wanted(at)) return chooseToken(at); }
   $("token").textContent = `${view.estimator} has lost no token of this response.`;
 }
 
 function moveToken(event) {
-  const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key], count = view.response.ids.length;
+  const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key], count = view.response.token_ids.length;
   if (by) chooseToken(view.chosen === null ? 0 : Math.min(count - 1, Math.max(0, view.chosen + by)));
   else if (event.key === "n") nextToken(lostAt);
   else return;
@@ -655,7 +652,7 @@ function render() {
   showAlarms();
   showCurves();
   showSummary();
-  fill("missing", page.missing, () => page.missing.map((text) => make("li", {}, text)));
+  fill("missing", page.missing, () => page.missing.join("; "));
   showTokens(false);
   const alarms = page.runs.reduce((sum, run) => sum + run.alarms.length, 0);
   if (LIVE) document.title = `${alarms ? `(${alarms}) ` : ""}verl-precision: ${page.runs.map((run) => run.name).join(", ")}`;

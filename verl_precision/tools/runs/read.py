@@ -1,27 +1,33 @@
-"""The metrics of a run, from its files: verl's metrics file, a console log, or TensorBoard events.
+"""The metrics of a run, from its files: verl's metrics file, a console log, or TensorBoard events."""
 
-`read_runs` reads all there is, a `Follower` goes on where it stopped.
-"""
-
+import importlib.util
+import json
+import math
 import os
 import re
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from verl_precision.base.errors import VerlPrecisionError
-from verl_precision.base.files import open_regular
+from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
+from verl_precision.base.files import naming_file, open_regular
 from verl_precision.base.terminal import printable
-from verl_precision.tools.runs.rows import LONGEST_LINE, event_rows, has_steps, is_whole, log_rows, metric_rows, refused
-from verl_precision.tools.runs.rows import Rows as Rows
 
 REWARD = "critic/score/mean"
+READABLE = (
+    "verl's metrics file (.jsonl, trainer.logger=[file]), a console log with lines `step:N - key:value`, TensorBoard "
+    "events, or a folder with one of them, of such folders, or of arms that have one for each seed"
+)
+LONGEST_LINE = 2**24  # bytes
+LARGEST_STEP = 2**53  # JSON's largest whole number
+_CUT = "the last row is cut short and is left out"
 _SEED = re.compile(r"(.+)/seed_\d+")
-_TOGETHER, _BLOCK = 500, 2**22  # lines, or bytes of them, that are parsed at once
-_TAIL = 512  # bytes before the place where a file was left, which say whether it is still the same
-OnProgress = Callable[[Path, int, int], None]  # what is read, bytes of it that have been, bytes in all
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_STEP = re.compile(r"\bstep:(\d{1,15}) - (.+)")
+_NUMPY = re.compile(r"^np\.\w+\((.*)\)$")
+Rows = list[dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -32,22 +38,19 @@ class Run:
     path: Path  # the file or folder that was read
     rows: Rows  # one dictionary a step, in order: `step`, and numbers by key. A NaN that was logged is NaN
     notes: tuple[str, ...] = ()  # what was left out, in words
-    arm: str = ""  # runs of one arm (its seeds) are one curve with this name; empty: the run has a curve of its own
-    # In a comparison of estimators, the one whose plots show the run; empty where all runs share plots.
-    column: str = ""
     problem: str = ""  # why it cannot be read, in words
 
     @property
     def curve(self) -> str:
-        """Return the name of its curve in a figure."""
-        return self.arm or self.name
+        """Return the name of its curve in a figure: runs `<arm>/seed_<n>` of one arm are one curve."""
+        return of_seed[1] if (of_seed := _SEED.fullmatch(self.name)) else self.name
 
 
-def read_runs(paths: list[Path], on_progress: OnProgress | None = None) -> list[Run]:
+def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Read runs. A folder that `verl-precision compare` writes, of runs or of arms with seeds, stands for each of them.
 
-    Where a run's name is `<arm>/seed_<n>`, it is one of its arm. One that cannot be read has its problem in place of
-    rows. A path that is not there, or is given twice, is refused, and so is the first run where none can be read.
+    One that cannot be read has its problem in place of rows. A path that is not there, or is given twice, is refused,
+    and so is the first run where none can be read.
     """
     of_path = {path: sources_in(path) for path in paths}
     if empty := [path for path, sources in of_path.items() if not sources]:
@@ -56,140 +59,142 @@ def read_runs(paths: list[Path], on_progress: OnProgress | None = None) -> list[
     runs: list[Run] = []
     faults: list[VerlPrecisionError | OSError] = []
     for source, name in zip(sources, names_of(sources), strict=True):
-        follower = Follower(source, on_progress)
         try:
-            follower.read_on()
-            if not follower.rows:
+            run = read_run(source, name)
+            if not run.rows:
                 raise refused(source, "there is no training step in it", "Wait for the first step of the run.")
-            runs.append(follower.run(name))
         except (VerlPrecisionError, OSError) as error:
-            runs.append(follower.run(name, str(error)))
             faults.append(error)
+            run = Run(name, source, [], problem=str(error))
+        runs.append(run)
     if len(faults) == len(runs):
         raise faults[0]
     return runs
 
 
+def read_run(source: Path, name: str) -> Run:
+    """Read a run from its file, or its folder of TensorBoard events.
+
+    A row whose line has no end yet is left out. Of a step that is there twice, the later row counts (a resumed run).
+
+    Raises:
+        VerlPrecisionError: If a whole line is no row, or the source cannot be read.
+        OSError: If the source is not there.
+    """
+    files, notes = files_of(source), list[str]()
+    if os.path.isdir(source) or "tfevents" in source.name:
+        found = _event_rows(source, files)
+    else:
+        with open_regular(source) as file:
+            read = _rows_of_metrics if source.suffix == ".jsonl" else _rows_of_log
+            found = list(read(source, file, notes))
+    of_step: dict[float, dict[str, float]] = {}
+    for row in found:
+        of_step[row["step"]] = of_step.get(row["step"], {}) | row
+    if repeated := len(found) - len(of_step):
+        notes.append(f"{repeated} step(s) were logged more than once (a resumed run): the last counts")
+    return Run(name, source, [of_step[step] for step in sorted(of_step)], tuple(notes))
+
+
 def read_metrics(path: Path) -> Rows:
     """Return the rows of a file of verl's file logger, as they stand there."""
     with open_regular(path) as file:
-        return metric_rows(path, file.readlines())
+        return list(_rows_of_metrics(path, file, []))
 
 
-class Follower:
-    """A run's metrics, in the order of steps, which go on where they were left.
+def _lines(source: Path, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
+        if len(line) > LONGEST_LINE:
+            raise refused(source, f"line {number} has more than {LONGEST_LINE} bytes", "Shorten it.")
+        yield number, line
 
-    A row whose line has no end yet is left until it has. Of a step that is there twice, the later row counts (a resumed
-    run). A file that shrinks, or has other bytes where it was read, is read anew.
-    """
 
-    def __init__(self, source: Path, on_progress: OnProgress | None = None) -> None:
-        self.source = source  # a file, or a folder of TensorBoard events
-        self.written = 0.0  # when the newest row was, in seconds since 1970
-        self._on_progress = on_progress or (lambda path, done, size: None)
-        self._events = os.path.isdir(source) or "tfevents" in source.name
-        self._log = source.suffix != ".jsonl"
-        self._seen: object = None
-        self._fault: Exception | None = None
-        self._clear()
-
-    def _clear(self) -> None:
-        self.rows: Rows = []
-        self._read, self._lines, self._tail, self._cut = 0, 0, b"", False
-        self._repeated = self._unreadable = 0
-
-    def run(self, name: str, problem: str = "") -> Run:
-        """Return what has been read. Where the name is `<arm>/seed_<n>`, the run is one of its arm."""
-        notes = [f"{self._unreadable} value(s) of the log are not numbers and are left out"] * bool(self._unreadable)
-        if self._repeated:
-            notes.append(f"{self._repeated} step(s) were logged more than once (a resumed run): the last counts")
-        if self._cut:
-            notes.append("the last row is cut short and is left out")
-        of_seed = _SEED.fullmatch(name)
-        return Run(name, self.source, self.rows, tuple(notes), of_seed.group(1) if of_seed else "", problem=problem)
-
-    def read_on(self) -> int | None:
-        """Read what is new; return the place of the first row that has changed, or None where nothing has.
-
-        Raises:
-            VerlPrecisionError: If a whole line is no row, or the source cannot be read: until it is another one. What
-                was read is forgotten.
-            OSError: If the source is not there.
-        """
-        seen, self._seen, before = self._seen, None, len(self.rows)
+def _rows_of_metrics(path: Path, file: BinaryIO, notes: list[str]) -> Iterator[dict[str, float]]:
+    """Yield the numbers of each step of verl's file logger, which writes NaN as null."""
+    for number, line in _lines(path, file):
         try:
-            files = _event_files(self.source) if self.source.is_dir() else [self.source]
-            stats = [file.stat() for file in files]
-            self._seen = [(each.st_ino, each.st_size, each.st_mtime_ns) for each in stats]
-            if self._seen == seen:
-                if self._fault is not None:
-                    raise self._fault.with_traceback(None)
-                return None
-            self.written, self._fault = max((each.st_mtime for each in stats), default=0.0), None
-            rows, anew = (event_rows(self.source, files), True) if self._events else self._new_rows()
-        except Exception as error:
-            self._clear()
-            self._fault = error
-            raise
-        if self._events:
-            self._clear()
-        first = min(map(self._put, rows), default=None)
-        return 0 if anew and (before or rows) else first
+            if line.strip():
+                yield _metric_row(json.loads(line))
+        except Exception as error:  # of deep brackets and huge numbers, too
+            if not line.endswith(b"\n"):
+                notes.append(_CUT)
+                return
+            problem = f"it is not a metrics file of verl's file logger (line {number}: {error!r:.300})"
+            remedy = "If the run was killed while it wrote the line, remove that line."
+            raise refused(path, problem, remedy, "one JSON object a line, with `step` and `data`") from error
 
-    def _new_rows(self) -> tuple[Rows, bool]:
-        """Return the rows behind what was read, and whether all was read anew."""
-        rows: Rows = []
-        with open_regular(self.source) as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(self._read - len(self._tail))
-            anew = file.read(len(self._tail)) != self._tail
-            if anew:
-                self._clear()
-                file.seek(0)
-            self._cut = False
-            for lines in self._whole_lines(file, size):
-                if self._log:
-                    found, unreadable = log_rows(line.decode(errors="replace") for line in lines)
-                    self._unreadable += unreadable
-                else:
-                    found = metric_rows(self.source, lines, self._lines)
-                rows += found
-                self._lines += len(lines) - (not lines[-1].endswith(b"\n"))
-                self._read += sum(map(len, lines))
-                self._on_progress(self.source, self._read, size)
-            file.seek(max(0, self._read - _TAIL))
-            self._tail = file.read(self._read - file.tell())
-        return rows, anew
 
-    def _whole_lines(self, file: BinaryIO, size: int) -> Iterator[list[bytes]]:
-        """Yield the lines up to a size, some at a time; a last one without an end only where it is a whole row."""
-        some: list[bytes] = []
-        left, weight = size - self._read, 0
-        while line := file.readline(min(LONGEST_LINE + 1, left)):
-            if len(line) > LONGEST_LINE:
-                number = self._lines + len(some) + 1
-                raise refused(self.source, f"line {number} has more than {LONGEST_LINE} bytes", "Shorten it.")
-            self._cut = not line.endswith(b"\n") and (self._log or not is_whole(line))
-            if self._cut:
-                break
-            some.append(line)
-            left, weight = left - len(line), weight + len(line)
-            if len(some) == _TOGETHER or weight > _BLOCK:
-                yield some
-                some, weight = [], 0
-        if some:
-            yield some
+def _metric_row(row: Any) -> dict[str, float]:
+    step, found = step_of(row["step"]), dict[str, float]()
+    for key, value in row["data"].items():
+        if value is None or isinstance(value, int | float):
+            found[sys.intern(key)] = math.nan if value is None else float(value)
+    return found | {"step": step}  # whatever is among the data
 
-    def _put(self, row: dict[str, float]) -> int:
-        """Put a row in its place, which is returned."""
-        end = not self.rows or row["step"] > self.rows[-1]["step"]
-        place = len(self.rows) if end else bisect_left(self.rows, row["step"], key=lambda each: each["step"])
-        if not end and self.rows[place]["step"] == row["step"]:
-            self.rows[place] = self.rows[place] | row
-            self._repeated += 1
-        else:
-            self.rows.insert(place, row)
-        return place
+
+def step_of(value: object) -> float:
+    """Return a step; refuse another kind of value, NaN, and numbers beyond the whole ones of JSON."""
+    if not isinstance(value, int | float) or not abs(value) < LARGEST_STEP:
+        raise TypeError("step is no number that counts steps")
+    return value
+
+
+def _rows_of_log(path: Path, file: BinaryIO, notes: list[str]) -> Iterator[dict[str, float]]:
+    """Yield the numbers of each `step:3 - critic/score/mean:-32.8 - ...`, coloured and prefixed by Ray or not."""
+    unreadable = 0
+    for _, line in _lines(path, file):
+        found = b"step:" in line and _STEP.search(_COLOUR.sub("", line.decode(errors="replace")))
+        if found and not line.endswith(b"\n"):
+            notes.append(_CUT)
+        elif found:
+            row: dict[str, float] = {}
+            for key, _, text in (pair.rpartition(":") for pair in found[2].strip().split(" - ")):
+                text = _NUMPY.sub(r"\1", text) if key else "no number"
+                try:
+                    row[sys.intern(key)] = float({"True": "1", "False": "0"}.get(text, text))
+                except ValueError:
+                    unreadable += 1
+            yield row | {"step": int(found[1])}
+    if unreadable:
+        notes.append(f"{unreadable} value(s) of the log are not numbers and are left out")
+
+
+def refused(path: Path, problem: str, remedy: str, allowed: str = READABLE) -> ConfigurationError:
+    """Return why a run is refused."""
+    return ConfigurationError(problem, setting="RUN", value=str(path), allowed=allowed, remedy=remedy)
+
+
+def files_of(source: Path) -> list[Path]:
+    """Return the file of a run, or its files of TensorBoard events."""
+    if not os.path.isdir(source):
+        return [source]
+    found = [each for each in sorted(source.iterdir()) if "tfevents" in each.name and not each.is_dir()]
+    if not found:
+        _source_of(source)  # says where several files could be meant
+        raise refused(source, "it is a folder, in which there are no metrics", "Move it away.")
+    return found
+
+
+def _event_rows(path: Path, files: Sequence[Path]) -> Rows:
+    """Return the scalars of TensorBoard events, of a file or a folder with these files."""
+    if importlib.util.find_spec("tensorboard") is None:
+        problem = "these are TensorBoard events, and tensorboard is not installed"
+        allowed = "a .jsonl metrics file or a console log, which need no other package"
+        remedy = "pip install tensorboard"
+        raise EnvironmentMismatchError(problem, setting="RUN", value=str(path), allowed=allowed, remedy=remedy)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for file in files:
+        with open_regular(file):
+            pass  # TensorBoard would wait for a FIFO
+    rows: dict[int, dict[str, float]] = {}
+    with naming_file(path):
+        events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
+        events.Reload()
+        for key in events.Tags()["scalars"]:
+            for event in events.Scalars(key):
+                rows.setdefault(event.step, {"step": event.step})[key] = event.value
+    return list(rows.values())
 
 
 def sources_in(path: Path) -> list[Path]:
@@ -201,44 +206,38 @@ def sources_in(path: Path) -> list[Path]:
         raise refused(path, "there is no such file or folder", "Check the path.")
     if not os.path.isdir(path):
         return [path]
-    folders, found, unclear = [path], list[Path](), list[Path]()
-    for _ in range(3):  # a run; runs or arms of a comparison; seeds of its arms
-        below: list[Path] = []
-        for folder in folders:
+    found, unclear = list[Path](), list[Path]()
+    for depth in ("", "*", "*/*"):  # a run; runs or arms of a comparison; seeds of its arms
+        for folder in filter(os.path.isdir, sorted(path.glob(depth)) if depth else [path]):
             try:
-                below += (inside := sorted(folder.iterdir()))
-                found += _source_of(folder, inside)
+                found += _source_of(folder)
             except (VerlPrecisionError, OSError):
                 unclear.append(folder)
         if found:
             break
-        folders = list(filter(os.path.isdir, below))
     return found + unclear
 
 
-def _source_of(folder: Path, inside: Sequence[Path]) -> list[Path]:
+def _source_of(folder: Path) -> list[Path]:
     """Return what to read in a folder, at most one: a metrics file, else events (itself), else a log with steps."""
+    inside = sorted(folder.iterdir())
     found = [each for each in inside if each.suffix == ".jsonl"]
     found = list(filter(Path.is_file, found)) or found
     if not found and any("tfevents" in each.name and not each.is_dir() for each in inside):
         return [folder]
-    found = found or [each for each in inside if each.suffix == ".log" and each.is_file() and has_steps(each)]
+    found = found or [each for each in inside if each.suffix == ".log" and each.is_file() and _has_steps(each)]
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
         raise refused(folder, f"several files could be meant: {names}", "Name the file itself.", "one of them")
     return found
 
 
-def _event_files(folder: Path) -> list[Path]:
-    inside = sorted(folder.iterdir())
-    found = [each for each in inside if "tfevents" in each.name and not each.is_dir()]
-    if not found:
-        _source_of(folder, inside)  # says where several files could be meant
-        raise refused(folder, "it is a folder, in which there are no metrics", "Move it away.")
-    return found
+def _has_steps(log: Path) -> bool:
+    with open_regular(log) as file:
+        return next(_rows_of_log(log, file, []), None) is not None
 
 
-def names_of(sources: list[Path]) -> list[str]:
+def names_of(sources: Sequence[Path]) -> list[str]:
     """Return the shortest ends of the paths that differ; a metrics file is known by its folder."""
     if len({source.absolute() for source in sources}) < len(sources):
         raise refused(sources[0], "it is given twice", "Leave one out.", "each run once")

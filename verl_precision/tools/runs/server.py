@@ -7,8 +7,9 @@ import hmac
 import json
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,12 +26,11 @@ from starlette.routing import Route
 
 from verl_precision.base.errors import ConfigurationError, error_in_one_line
 from verl_precision.base.terminal import printable
-from verl_precision.tools.kept_tokens.kept_file import KeptResponse
-from verl_precision.tools.runs.contents import csv_of
-from verl_precision.tools.runs.kept import ORDERS, other_decisions, response_content, text_of
-from verl_precision.tools.runs.live import Live, LiveRun
-from verl_precision.tools.runs.page import POLICY, live_page
-from verl_precision.tools.runs.panels import PANELS
+from verl_precision.tools.kept_tokens.kept_file import KeptResponse, response_at
+from verl_precision.tools.runs.content import as_json
+from verl_precision.tools.runs.kept import listed, other_decisions, response_content
+from verl_precision.tools.runs.live import Live
+from verl_precision.tools.runs.page import POLICY, page
 
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 _HEADERS = {
@@ -61,47 +61,31 @@ async def _guarded(token: str, request: Request, call_next: RequestResponseEndpo
 def application(live: Live, token: str, hosts: Sequence[str] = LOCAL) -> Starlette:
     """Return the server's application; requests under other host names are refused (DNS rebinding)."""
 
-    def run_of(request: Request) -> LiveRun:
-        return _found(live.run(_number(request, "run")), "there is no run of this number")
+    def folder_of(request: Request) -> Path:
+        if (run := live.views().get(_number(request, "run"))) is None:
+            raise HTTPException(404, "there is no run of this number")
+        return run.kept_folder
 
     def response_of(request: Request) -> KeptResponse:
-        return _found(run_of(request).kept.response(_number(request, "at")), "no response is kept there")
+        return response_at(folder_of(request), _number(request, "at"))
 
-    def page(_: Request) -> Response:
-        return HTMLResponse(live_page())
+    def state(request: Request) -> Any:
+        return live.changes(_number(request, "since", 0))
 
-    def state(request: Request) -> Response:
-        found = live.changes(_number(request, "since", 0))
-        return Response(status_code=204) if found is None else _json(found)
-
-    def table(request: Request) -> Response:
-        panel = next((each for each in PANELS if each.name == request.query_params.get("panel")), None)
-        text = csv_of(_found(panel, "there is no such figure"), live.points())
-        return PlainTextResponse(text, media_type="text/csv; charset=utf-8")
-
-    def responses(request: Request) -> Response:
-        order = request.query_params.get("order", "damage")
-        if order not in ORDERS:
-            raise HTTPException(400, f"order: allowed are {', '.join(ORDERS)}")
+    def responses(request: Request) -> Any:
         step = _number(request, "step") if "step" in request.query_params else None
-        return _json(run_of(request).kept.listed(step, order, _number(request, "from", 0)))
+        return as_json(listed(folder_of(request), step))
 
-    def response(request: Request) -> Response:
-        return _json(response_content(response_of(request)))
+    def response(request: Request) -> Any:
+        return as_json(response_content(response_of(request)))
 
-    def decisions(request: Request) -> Response:
-        return _json(other_decisions(response_of(request)))
+    def decisions(request: Request) -> Any:
+        return other_decisions(response_of(request))
 
-    def text(request: Request) -> Response:
-        part = request.query_params.get("part", "response")
-        if part not in ("prompt", "response"):
-            raise HTTPException(400, "part: allowed are prompt, response")
-        return PlainTextResponse(text_of(response_of(request), part))
-
-    of_path = {"/": page, "/state": state, "/csv": table, "/responses": responses, "/response": response}
-    of_path |= {"/decisions": decisions, "/text": text}
+    of_path = {"/state": state, "/responses": responses, "/response": response, "/decisions": decisions}
+    routes = [Route(path, _refusing(answer), methods=["GET"]) for path, answer in of_path.items()]
     return Starlette(
-        routes=[Route(path, _refusing(answer), methods=["GET"]) for path, answer in of_path.items()],
+        routes=[Route("/", lambda _: HTMLResponse(page(None)), methods=["GET"]), *routes],
         middleware=[
             Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False),
             Middleware(BaseHTTPMiddleware, dispatch=partial(_guarded, token)),
@@ -147,16 +131,19 @@ def hosts_of(host: str) -> list[str]:
     return [*LOCAL, *(f"[{name}]" if ":" in name else name for name in names)]
 
 
-def _refusing(answer: Callable[[Request], Response]) -> Callable[[Request], Response]:
-    """Return an endpoint that says in words why a file cannot be read; in a thread of its own, as starlette does."""
+def _refusing(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
+    """Return an endpoint of JSON, which says in words why a file cannot be read; starlette gives it a thread."""
 
     def endpoint(request: Request) -> Response:
         try:
-            return answer(request)
+            content = answer(request)
         except HTTPException:
             raise
         except Exception as error:  # whatever the files of a run hold
             return PlainTextResponse(printable(error_in_one_line(error)), 409)
+        if content is None:
+            return Response(status_code=204)
+        return Response(json.dumps(content, allow_nan=False, separators=(",", ":")), media_type="application/json")
 
     return endpoint
 
@@ -166,13 +153,3 @@ def _number(request: Request, name: str, default: int | None = None) -> int:
     if text is None or not (text.isascii() and text.isdigit() and len(text) < 19):
         raise HTTPException(400, f"{name}: a whole number is needed")
     return int(text)
-
-
-def _found(found: Any, problem: str) -> Any:
-    if found is None:
-        raise HTTPException(404, problem)
-    return found
-
-
-def _json(content: Mapping[str, Any]) -> Response:
-    return Response(json.dumps(content, allow_nan=False, separators=(",", ":")), media_type="application/json")

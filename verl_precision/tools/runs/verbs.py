@@ -1,66 +1,52 @@
 """The verbs `compare`, `report`, `watch` and `recipes`: make runs, and look at them."""
 
 import shlex
+import shutil
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Argument, BadParameter, Exit, Option
 
-from verl_precision.base.errors import RunFailedError, after_ctrl_c
+from verl_precision.base.errors import ConfigurationError, RunFailedError, after_ctrl_c
+from verl_precision.base.files import new_folder, shipped_folder
 from verl_precision.cli.verb import FIGURES, console, errors, say, silence_third_party, verb
 
 _LARGE = 20_000_000  # bytes of a file that takes seconds to read
+Names = list[str] | None
+Expected = Annotated[Path | None, Option(help="Curves beside the reward (expected.csv). Default: a run's recipe's.")]
+Estimator = Annotated[str | None, Option(help="With --expected: the estimator of the runs.")]
 
 
 @verb(needs=(*FIGURES, "verl", "ray"), context_settings={"ignore_unknown_options": True})
 def compare(
     config: Annotated[Path, Argument(help="A recipe's YAML, e.g. recipes/quickstart/quickstart.yaml.")],
-    overrides: Annotated[
-        list[str] | None, Argument(help="Hydra overrides for every run, e.g. trainer.total_training_steps=4.")
-    ] = None,
-    precision: Annotated[
-        list[str] | None,
-        Option("--precision", "-p", help="Precision preset. Repeat the option for several. Default: bf16 and fp16."),
-    ] = None,
-    estimator: Annotated[
-        list[str] | None,
-        Option("--estimator", "-e", help="Estimator preset, run in each precision. Repeat the option for several."),
-    ] = None,
-    arm: Annotated[
-        list[str] | None,
-        Option(help="In place of -p and -e: an arm of the recipe, from its key `arms`, or `all`. Repeatable."),
-    ] = None,
-    seed: Annotated[
-        list[int] | None,
-        Option(min=0, help="Run each arm with this seed, for a recipe with the key `seed`. Repeat it for several."),
-    ] = None,
-    parallel: Annotated[
-        int, Option(min=1, help="Runs at a time. Each needs the whole recipe's memory: on a CPU, 8 GiB.")
-    ] = 1,
+    overrides: Annotated[Names, Argument(help="Hydra overrides for every run: trainer.total_training_steps=4.")] = None,
+    precision: Annotated[Names, Option("--precision", "-p", help="Preset. Default: bf16 and fp16. Repeatable.")] = None,
+    estimator: Annotated[Names, Option("--estimator", "-e", help="Preset, run in each precision. Repeatable.")] = None,
+    arm: Annotated[Names, Option(help="In place of -p and -e: an arm of the recipe, or `all`. Repeatable.")] = None,
+    seed: Annotated[list[int] | None, Option(min=0, help="Run each arm with this seed. Repeatable.")] = None,
+    parallel: Annotated[int, Option(min=1, help="Runs at a time. Each needs the memory of one: on a CPU, 8 GiB.")] = 1,
     output: Annotated[Path, Option(help="Results go to the folder <output>/<recipe>/<time>.")] = Path("outputs"),
     restart: Annotated[bool, Option("--restart", help="Start anew, whatever was interrupted.")] = False,
     pass_score: Annotated[float | None, Option(help="Say which runs end with a mean reward above this value.")] = None,
-    pass_steps: Annotated[int, Option(help="With --pass-score: number of last steps of the mean.")] = 4,
+    pass_steps: Annotated[int, Option(min=1, help="With --pass-score: number of last steps of the mean.")] = 4,
 ) -> None:
     """Run one recipe in several precisions and show the mismatch of each: one run after the other, or a whole grid.
 
-    What is compared is an arm: a precision; with -e, each estimator in each precision (arm grpo-bf16); or, with --arm,
-    what the recipe itself lists as `arms: {clipped: [OVERRIDE, ...], ...}`. With --seed, each arm runs once for each
-    seed; the table then has mean and range, and figures a band. Example: -e grpo -e gspo --seed 1 --seed 2 are eight
-    runs, in the folders grpo-bf16/seed_1 to gspo-fp16/seed_2.
+    What is compared is an arm: a precision; with -e, each estimator in each precision; or, with --arm, what the recipe
+    itself lists as `arms: {clipped: [OVERRIDE, ...], ...}`. With --seed, for a recipe with the key `seed`, each arm
+    runs once for each seed: -e grpo -e gspo --seed 1 --seed 2 are eight runs, grpo-bf16/seed_1 to gspo-fp16/seed_2.
 
     Writes summary.json, comparison.png, report.html and, for each run, metrics.jsonl, train.log and checkpoints.
-    Ctrl-C, SIGTERM and SIGHUP end every run under way and every process it started; what a killed start has left goes
-    with the next. The same command goes on where a comparison was interrupted: finished runs are not repeated, and
-    those that were under way resume from their last checkpoints.
+    Ctrl-C, SIGTERM and SIGHUP end every process of every run. The same command goes on where a comparison was
+    interrupted: finished runs are not repeated, and those that were under way resume from their last checkpoints.
     """
     from verl_precision.tools.runs.compare.folder import command_of, comparison_folder
+    from verl_precision.tools.runs.compare.grid import check_arguments
     from verl_precision.tools.runs.compare.run import compare_runs
     from verl_precision.tools.runs.compare.summary import PassBar
-    from verl_precision.tools.runs.grid import check_arguments
 
     bar = None if pass_score is None else PassBar(pass_score, pass_steps)
     precisions, chosen = precision or ([] if arm else ["bf16", "fp16"]), overrides or []
@@ -82,16 +68,11 @@ def compare(
 
 @verb(needs=("jinja2",))
 def report(
-    runs: Annotated[
-        list[Path],
-        Argument(metavar="RUN...", help="Metrics file (.jsonl), console log, TensorBoard events, or a folder of them."),
-    ],
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Metrics (.jsonl), console log, events, or a folder.")],
     output: Annotated[Path, Option(help="The page to write.")] = Path("report.html"),
     force: Annotated[bool, Option("--force", help="Replace a file that is not an earlier report.")] = False,
-    expected: Annotated[
-        Path | None, Option(help="Curves to draw beside the reward, e.g. recipes/sanity/expected.csv.")
-    ] = None,
-    estimator: Annotated[str | None, Option(help="With --expected: the estimator of the runs.")] = None,
+    expected: Expected = None,
+    estimator: Estimator = None,
 ) -> None:
     """Write one HTML page about runs: reward, mismatch, clipping, loss scale, alarms. Several runs are overlaid.
 
@@ -99,12 +80,13 @@ def report(
     that cannot be read is named, and the exit code is 1; the page has the others.
     """
     curves = _expected_curves(expected, estimator)
-    from verl_precision.tools.runs.page import page, write_page
+    from verl_precision.tools.runs.content import recorded_content
+    from verl_precision.tools.runs.page import write_page
     from verl_precision.tools.runs.read import read_runs
 
-    with _progress() as show:
-        found = read_runs(runs, show)
-    write_page(output, page(found, expected=curves), force)
+    _say_that_it_takes_time(runs)
+    found = read_runs(runs)
+    write_page(output, recorded_content(found, curves), force)
     say(f"wrote {output}: open it in a browser")
     problems = [each.problem for each in found if each.problem]
     for problem in problems:
@@ -112,27 +94,19 @@ def report(
     raise Exit(bool(problems))
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[Path, int, int], None]]:
-    """Lend what shows on a terminal how much of a large file has been read."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID
+def _say_that_it_takes_time(paths: Sequence[Path]) -> None:
+    from verl_precision.tools.runs.read import sources_in
 
-    columns, tasks = ("reading", BarColumn(), DownloadColumn()), dict[Path, TaskID]()
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
-
-        def show(path: Path, done: int, size: int) -> None:
-            if path not in tasks:
-                tasks[path] = progress.add_task("", total=size, visible=size > _LARGE)
-            progress.update(tasks[path], completed=done)
-
-        yield show
+    sources = [source for path in paths for source in sources_in(path)]
+    if (size := sum(source.stat().st_size for source in sources if source.is_file())) > _LARGE:
+        say(f"reading {size / 1e6:.0f} MB of metrics", errors)
 
 
-def _expected_curves(expected: Path | None, estimator: str | None) -> list[Any]:
+def _expected_curves(expected: Path | None, estimator: str | None) -> list[Any] | None:
     if expected is None or estimator is None:
         if expected is not estimator:
             raise BadParameter("--expected and --estimator belong together: give both, or neither")
-        return []
+        return None
     from verl_precision.tools.runs.expected import read_expected
 
     return read_expected(expected, estimator)
@@ -140,22 +114,12 @@ def _expected_curves(expected: Path | None, estimator: str | None) -> list[Any]:
 
 @verb(needs=("jinja2", "starlette", "uvicorn"))
 def watch(
-    runs: Annotated[
-        list[Path],
-        Argument(
-            metavar="FOLDER...", help="Folder of a run, of several, or in which one will begin; or a metrics file."
-        ),
-    ],
+    runs: Annotated[list[Path], Argument(metavar="FOLDER...", help="Of a run, of several, or of one that will begin.")],
     once: Annotated[bool, Option("--once", help="Print a table of where the runs stand, and end.")] = False,
-    host: Annotated[
-        str,
-        Option(help="Name or address to listen on; another one lets machines in that ask by it and know the token."),
-    ] = "127.0.0.1",
+    host: Annotated[str, Option(help="Address to listen on; another one lets in who knows the token.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="Port to listen on. 0: any that is free.")] = 8421,
-    expected: Annotated[
-        Path | None, Option(help="Curves to draw beside the reward. Default: those of each run's recipe.")
-    ] = None,
-    estimator: Annotated[str | None, Option(help="With --expected: the estimator of the runs.")] = None,
+    expected: Expected = None,
+    estimator: Estimator = None,
 ) -> None:
     """Show runs on one local page while they train: reward, mismatch, alarms, time left, the tokens behind a number.
 
@@ -168,20 +132,20 @@ def watch(
     curves = _expected_curves(expected, estimator)
     from verl_precision.tools.runs.live import Live
 
-    with _progress() as show:
-        live = Live(runs, curves, on_progress=show)
+    _say_that_it_takes_time(runs)
+    live = Live(runs, curves)
     if once:
-        from verl_precision.tools.runs.standing import standings_table
+        from verl_precision.tools.runs.status import status_table
 
-        found = live.runs()
-        names = [(each.run.name, each.stands, [alarm.name for alarm in each.alarms]) for each in found]
-        console.print(standings_table(names))
+        found = live.views().values()
+        names = [(each.run.name, each.status, [alarm.name for alarm in each.alarms]) for each in found]
+        console.print(status_table(names))
         for each in found:
             for alarm in each.alarms:
                 say(f"{each.run.name}: {alarm}")
             if each.problem:
                 say(each.problem, errors)
-        raise Exit(any(each.stands.state == "unreadable" for each in found))
+        raise Exit(any(each.status.state == "unreadable" for each in found))
     from verl_precision.tools.runs.server import serve
 
     def say_where(address: str) -> None:
@@ -202,8 +166,16 @@ def recipes(folder: Annotated[Path, Argument(help="Folder that gets recipes/; cr
     With them go cpu.lock and gpu.lock: all packages, in tested versions. Commands in the recipes' headers are meant for
     FOLDER as the current folder. A recipes/ that is there is left alone.
     """
-    from verl_precision.tools.runs.recipes import write_recipes
-
-    say(f"wrote {write_recipes(folder)}")
+    target = folder / "recipes"
+    if target.exists():
+        problem, allowed = "it exists; nothing was written", "a folder without recipes/, or a new one"
+        remedy = "Name another folder, or move yours away."
+        raise ConfigurationError(problem, setting="FOLDER", value=str(target), allowed=allowed, remedy=remedy)
+    with new_folder(target) as scratch:
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(shipped_folder("recipes"), scratch, ignore=ignore, dirs_exist_ok=True)
+        for lock in shipped_folder("requirements").glob("*.lock"):
+            shutil.copy(lock, scratch)
+    say(f"wrote {target}")
     start = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
     say(f"next: {start}verl-precision compare recipes/quickstart/quickstart.yaml")

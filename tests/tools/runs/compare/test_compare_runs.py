@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from verl_precision.base.errors import ConfigurationError, RunFailedError
-from verl_precision.tools.runs import grid
-from verl_precision.tools.runs.compare import outputs
+from verl_precision.tools.runs.compare import grid
 from verl_precision.tools.runs.compare import run as compare
 from verl_precision.tools.runs.compare.summary import PassBar
 from verl_precision.tools.runs.launch import Progress
@@ -19,7 +18,7 @@ from verl_precision.tools.runs.launch import Progress
 STARTED = "Ray has started"
 RECIPE = "recipes/quickstart/quickstart.yaml"
 PRECISIONS = grid.with_seeds(grid.preset_arms(["bf16", "fp16"]))
-SEEDS = grid.with_seeds([grid.Arm("mine", ())], [1, 2, 3, 4])
+SEEDS = grid.with_seeds({"mine": ()}, [1, 2, 3, 4])
 
 
 @pytest.fixture
@@ -50,9 +49,9 @@ def run(root, tmp_path, monkeypatch):
 
         monkeypatch.setattr(compare, "run_verl", recorded)
         if not draws:
-            monkeypatch.setattr(outputs, "draw_comparison", lambda *drawn: "figure")
-            monkeypatch.setattr(outputs, "write_png", lambda path, figure, title: path.write_text(figure))
-            monkeypatch.setattr(outputs, "page", lambda part, expected: "page")
+            monkeypatch.setattr(compare, "draw_comparison", lambda content: "figure")
+            monkeypatch.setattr(compare, "write_png", lambda path, figure, title: path.write_text(figure))
+            monkeypatch.setattr(compare, "write_page", lambda path, content, force: path.write_text("page"))
         seen = io.StringIO()
         console = Console(file=seen, width=200)
         compare.compare_runs(root / RECIPE, runs, ["a=b"], tmp_path / "out", console, pass_bar, parallel)
@@ -71,7 +70,7 @@ def test_two_runs_are_compared(run, tmp_path):
     seen = run(PRECISIONS, pass_bar=PassBar(-20, 4), draws=True)
     assert run.ran == [(precision, ["a=b", f"precision={precision}"]) for precision in ("bf16", "fp16")]
     assert "ratio bf16/fp16" in seen and "bar -20" in seen and "report.html" in seen
-    assert "verl-precision explain --run" in seen and "<precision>" in seen
+    assert "verl-precision explain --run" in seen and "<arm>/metrics.jsonl" in seen
     texts = [f"[    {second} s] {{}}: {text}" for second, text in ((1, STARTED), (2, "step 10/10"))]
     assert seen.splitlines()[:4] == [text.format(precision) for precision in ("bf16", "fp16") for text in texts]
     assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -81,21 +80,6 @@ def test_two_runs_are_compared(run, tmp_path):
     assert content["ratios"]["bf16/fp16"]["k3_kl"] > 10 and content["pass_bar"].keys() == {"bf16", "fp16"}
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written == {"bf16", "fp16", "summary.json", "comparison.png", "report.html"}
-
-
-def test_what_was_measured_stays_when_a_later_run_fails_and_is_not_repeated(run, tmp_path):
-    def fail(name, on_progress):
-        if name == "fp16":
-            raise RunFailedError("verl ended with exit code 1")
-
-    with pytest.raises(RunFailedError):
-        run(PRECISIONS, fail)
-    (before,) = json.loads((tmp_path / "out" / "summary.json").read_text())["runs"]
-    assert before["precision"] == "bf16"
-    run.ran.clear()
-    assert "ratio bf16/fp16" in run(PRECISIONS)
-    assert [name for name, _ in run.ran] == ["fp16"]
-    assert json.loads((tmp_path / "out" / "summary.json").read_text())["runs"][0] == before
 
 
 def test_estimators_times_precisions_times_seeds_each_in_its_folder(run, tmp_path):
@@ -113,7 +97,7 @@ def test_estimators_times_precisions_times_seeds_each_in_its_folder(run, tmp_pat
 
 
 def test_runs_of_arms_side_by_side_are_at_the_same_time_and_listed_in_the_order_of_the_plan(run, tmp_path):
-    arms = [grid.Arm("clipped", ("precision=fp16", "x=1")), grid.Arm("shadow", ())]
+    arms = {"clipped": ("precision=fp16", "x=1"), "shadow": ()}
     together, first_ended = threading.Barrier(2, timeout=60), threading.Event()
 
     def during(name, on_progress):
@@ -141,7 +125,7 @@ def test_after_a_failure_what_is_under_way_goes_on_and_nothing_else_starts(run, 
     assert [seed for *_, seed in recorded_summary(tmp_path / "out")] == [2]
     run.ran.clear()
     run(SEEDS)
-    assert [name for name, _ in run.ran] == ["mine/seed_1", "mine/seed_3", "mine/seed_4"]
+    assert [name for name, _ in run.ran] == ["mine/seed_1", "mine/seed_3", "mine/seed_4"], "2 is not repeated"
     assert [seed for *_, seed in recorded_summary(tmp_path / "out")] == [1, 2, 3, 4]
 
 
@@ -172,11 +156,11 @@ def test_ctrl_c_ends_every_run_under_way(run, tmp_path, monkeypatch):
             ended.append(name)
             raise
 
-    def interrupt(results):
+    def interrupt(*drawn):
         two_more.wait()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(outputs.Results, "draw", interrupt)  # the main thread is busy with the first run
+    monkeypatch.setattr(compare, "recorded_content", interrupt)  # the main thread is busy with the first run
     with pytest.raises(KeyboardInterrupt):
         run(SEEDS, during, parallel=2)
     assert sorted(ended) == ["mine/seed_2", "mine/seed_3"]

@@ -1,7 +1,7 @@
 """The folder of a comparison: a new one, or that of the same command which was interrupted.
 
 `comparison.json` says which command a folder belongs to, and `base/owner.py` locks the folder while that command runs.
-A comparison is finished when its `summary.json` has every run, and figure and report do (no `.undrawn` is there).
+A comparison is finished when its `summary.json` has every run.
 """
 
 import hashlib
@@ -16,10 +16,10 @@ from verl_precision.base.errors import CheckpointStateError, ConfigurationError
 from verl_precision.base.owner import release, take
 from verl_precision.base.state import checked, read_state
 from verl_precision.base.versions import installed_versions
-from verl_precision.tools.runs.grid import PlannedRun, recipe_folders, run_name
+from verl_precision.tools.runs.compare.grid import PlannedRun, recipe_folders, run_name
 from verl_precision.tools.show.tables import write_json
 
-COMMAND, SUMMARY, UNDRAWN = "comparison.json", "summary.json", ".undrawn"
+COMMAND, SUMMARY = "comparison.json", "summary.json"
 _REMEDY = "Move it away: runs that it has are then made again."
 
 logger = logging.getLogger("verl_precision.compare")
@@ -65,9 +65,7 @@ def _interrupted(path: Path, command: dict[str, Any]) -> bool:
     except CheckpointStateError as error:  # whose folder it is, nobody knows
         logger.warning("a comparison is passed over: %s", error)
         return False
-    if recorded != command:
-        return False
-    return path.with_name(UNDRAWN).exists() or not seconds_of_runs(path.parent).keys() >= command["runs"].keys()
+    return recorded == command and not seconds_of_runs(path.parent).keys() >= command["runs"].keys()
 
 
 def seconds_of_runs(folder: Path) -> dict[str, float]:

@@ -1,22 +1,32 @@
-"""A comparison from end to end: checks, the runs of its grid, progress and results on the terminal."""
+"""A comparison from end to end: the runs of its grid, progress and results on the terminal, and the files of both."""
 
 import os
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from verl_precision.base.errors import RunFailedError
 from verl_precision.base.overrides import quoted
 from verl_precision.base.signals import completed
-from verl_precision.tools.runs.compare.folder import SUMMARY
-from verl_precision.tools.runs.compare.outputs import FIGURE, REPORT, Results
-from verl_precision.tools.runs.compare.summary import PassBar, Summary, table
+from verl_precision.base.versions import installed_versions
+from verl_precision.tools.runs.compare.folder import SUMMARY, seconds_of_runs
+from verl_precision.tools.runs.compare.grid import PlannedRun, preset_of
+from verl_precision.tools.runs.compare.summary import PassBar, Summary, summarise, table, write_summary
+from verl_precision.tools.runs.content import recorded_content
+from verl_precision.tools.runs.figures import draw_comparison
 from verl_precision.tools.runs.fork_server import workers_forked_on_cpu
-from verl_precision.tools.runs.grid import PlannedRun
 from verl_precision.tools.runs.launch import Progress, run_verl
+from verl_precision.tools.runs.page import write_page
+from verl_precision.tools.runs.read import Run, read_runs
+from verl_precision.tools.show.figures import write_png
+
+FIGURE, REPORT = "comparison.png", "report.html"
 
 
 def compare_runs(
@@ -35,60 +45,82 @@ def compare_runs(
     If a run fails, no other starts, those under way go on to their end, and finished runs stay in the folder.
     Ctrl-C is raised after every process of every run has ended.
     """
-    results = Results(config, runs, overrides, folder, pass_bar)
-    todo = [run for run in runs if run.name not in results.finished()]
+    finished = seconds_of_runs(folder)
+    results = _results(runs, overrides, folder, finished)
     # Threads of two runs on one core wait for each other actively, at several times the work.
     threads = max(1, (os.cpu_count() or 1) // parallel) if parallel > 1 else None
-    failed, interrupted = threading.Event(), threading.Event()
+    failed, interrupted, errors = threading.Event(), threading.Event(), list[Exception]()
 
-    def start(run: PlannedRun) -> None:
+    def start(run: PlannedRun) -> float | None:
         if failed.is_set():
-            return
+            return None
         checkpoints = folder / run.name / "checkpoints"
         chosen = [*overrides, *run.overrides, f"trainer.default_local_dir={quoted(checkpoints)}"]
         checkpoints.mkdir(parents=True, exist_ok=True)  # whose they are is written into it: run_identity.py
-        tell = _teller(console, run.name, interrupted)
         try:
-            results.add(run, run_verl(config, chosen, folder / run.name, tell, True, threads))
+            return run_verl(config, chosen, folder / run.name, _teller(console, run.name, interrupted), True, threads)
         except BaseException:
             failed.set()
             raise
 
-    errors: list[BaseException] = []
     with workers_forked_on_cpu(), ThreadPoolExecutor(parallel) as pool:
+        futures = {pool.submit(start, run): run for run in runs if run.name not in finished}
         try:
-            futures = {pool.submit(start, run): run for run in todo}
-            for handled, future in enumerate(completed(futures), start=1):
-                if (error := future.exception()) is not None:
+            for future in completed(futures):
+                try:
+                    if (seconds := future.result()) is not None:
+                        results = _results(runs, overrides, folder, {**finished, futures[future].name: seconds})
+                        finished[futures[future].name] = seconds
+                        _write(folder, config.stem, *results, pass_bar)  # an interrupted comparison leaves what it had
+                except Exception as error:
+                    failed.set()
                     errors.append(error)
                     if any(other.running() for other in futures):
                         text = f"{futures[future].name} has failed; what is under way goes on, then the reason is shown"
                         console.print(text, highlight=False, soft_wrap=True)
-                # After each run, so that an interrupted comparison leaves what it had.
-                if handled == sum(other.done() for other in futures):
-                    results.draw()
         except BaseException:
             interrupted.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     if errors:
         raise errors[0] if len(errors) == 1 else RunFailedError("\n".join(map(str, errors)))
-    results.draw()
-    _show(results, console)
-    return results.summaries()
+    _show(console, folder, *results, pass_bar)
+    return results[1]
 
 
-def _show(results: Results, console: Console) -> None:
-    console.print(table(results.summaries()))
-    if results.pass_bar:
-        for name, run in results.finished().items():
-            console.print(results.pass_bar.sentence(name, run.rows), highlight=False)
+def _results(
+    runs: Sequence[PlannedRun], overrides: Sequence[str], folder: Path, seconds: Mapping[str, float]
+) -> tuple[list[Run], list[Summary]]:
+    """Return each run that has finished, in so many seconds, and its summary, in the order of the plan."""
+    found, summaries = list[Run](), list[Summary]()
+    for run in runs:
+        if run.name in seconds:
+            (read,) = read_runs([folder / run.name])
+            found.append(replace(read, name=run.name))
+            presets = {group: preset_of(group, [*overrides, *run.overrides]) for group in ("precision", "estimator")}
+            summaries.append(summarise(read.rows, seconds[run.name], run.arm, seed=run.seed, **presets))
+    return found, summaries
+
+
+def _write(folder: Path, title: str, runs: list[Run], summaries: list[Summary], pass_bar: PassBar | None) -> None:
+    about: dict[str, Any] = {"command": sys.argv, "versions": installed_versions()}
+    if pass_bar:
+        about["pass_bar"] = {run.name: pass_bar.verdict(run.rows) for run in runs}
+    write_summary(folder / SUMMARY, summaries, **about)
+    content = recorded_content(runs)
+    write_png(folder / FIGURE, draw_comparison(content), title)
+    write_page(folder / REPORT, content, force=True)
+
+
+def _show(console: Console, folder: Path, runs: list[Run], summaries: list[Summary], pass_bar: PassBar | None) -> None:
+    console.print(table(summaries))
+    if pass_bar:
+        console.print("\n".join(pass_bar.sentence(run.name, run.rows) for run in runs), highlight=False)
+    run_folder = f"{folder}/<arm>" + ("/seed_<n>" if summaries[0].seed is not None else "")
     names = {"figure": FIGURE, "report": REPORT, "summary": SUMMARY}
-    lines = [f"{what:8} {results.folder / name}" for what, name in names.items()]
-    folder = "<precision>" if all(run.arm.name == run.arm.precision for run in results.runs) else "<arm>"
-    folder += "/seed_<n>" if any(run.seed is not None for run in results.runs) else ""
-    lines.append(f"metrics  {results.folder}/{folder}/metrics.jsonl, log train.log")
-    lines.append(f"which cause makes a run's gap: verl-precision explain --run {results.folder}/{folder}")
+    lines = [f"{what:8} {folder / name}" for what, name in names.items()]
+    lines.append(f"metrics  {run_folder}/metrics.jsonl, log train.log")
+    lines.append(f"which cause makes a run's gap: verl-precision explain --run {run_folder}")
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 

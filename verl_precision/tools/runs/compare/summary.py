@@ -10,12 +10,11 @@ from rich.table import Table
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.mismatch.metric_names import K3_KL, LOG_PROB_GAP, PROBS_PEARSON
-from verl_precision.tools.runs.panels import mean
+from verl_precision.tools.runs.curves import mean
 from verl_precision.tools.runs.read import REWARD, Rows
 from verl_precision.tools.show.tables import number_text, terminal_table, write_json
 
-LENGTH = "response_length/mean"
-STEP_SECONDS = "timing_s/step"
+LENGTH, STEP_SECONDS = "response_length/mean", "timing_s/step"
 REWARD_STEPS = 10  # of the mean reward at either end of a run
 # The k3 of a gap of 1.4e-7 nats, which is FP32's rounding of a log-prob between 1 and 2: nothing to compare below it.
 _ROUNDING_K3 = 1e-14
@@ -44,17 +43,14 @@ class Summary:
 
 
 def summarise(
-    precision: str | None,
     rows: Rows,
     seconds_total: float,
-    arm: str = "",
+    arm: str,
+    precision: str | None = None,
     estimator: str | None = None,
     seed: int | None = None,
 ) -> Summary:
-    """Summarise a run by its metrics of each step; refuse one that has not measured what the comparison needs.
-
-    Where only precisions are compared, the arm has the precision's name.
-    """
+    """Summarise a run by its metrics of each step; refuse one that has not measured what the comparison needs."""
     needed = (REWARD, LENGTH, LOG_PROB_GAP, K3_KL, PROBS_PEARSON, STEP_SECONDS)
     # Some steps may lack one: responses that are all equal have no correlation.
     of = {key: [row[key] for row in rows if key in row] for key in needed}
@@ -62,7 +58,7 @@ def summarise(
         problem = f"the run did not report {', '.join(missing)}. The mismatch is measured with mismatch.enabled=True, "
         problem += "which every preset sets"
         remedy = "Leave it so, and look into the log for a measurement that failed."
-        raise ConfigurationError(problem, setting="precision", value=arm or precision, remedy=remedy)
+        raise ConfigurationError(problem, setting="precision", value=arm, remedy=remedy)
     window = max(1, min(REWARD_STEPS, len(of[REWARD]) // 2))
     return Summary(
         precision=precision,
@@ -77,7 +73,7 @@ def summarise(
         pearson_last=of[PROBS_PEARSON][-1],
         seconds_per_step=median(of[STEP_SECONDS]),
         seconds_total=seconds_total,
-        arm=arm or precision or "",
+        arm=arm,
         estimator=estimator,
         seed=seed,
     )
@@ -110,15 +106,6 @@ class PassBar:
     above: float  # the value, in the reward's unit
     steps: int  # number of steps of the mean. A pass through the data is a good choice
 
-    def __post_init__(self) -> None:
-        """Check both."""
-        if not math.isfinite(self.above):
-            problem, allowed = "no reward can be compared with it", "e.g. 0.95"
-            raise ConfigurationError(problem, setting="--pass-score", value=self.above, allowed=allowed)
-        if self.steps < 1:
-            problem, value, remedy = "a mean needs a step", self.steps, "Take a pass through the data."
-            raise ConfigurationError(problem, setting="--pass-steps", value=value, allowed="1 or more", remedy=remedy)
-
     def verdict(self, rows: Rows) -> Verdict:
         """Judge a run by its metrics of each step; one that is shorter than the window, over all its steps.
 
@@ -131,18 +118,17 @@ class PassBar:
         since = rows[first]["step"] if first < len(rows) else None
         return {"reward": means[-1], "passed": since is not None, "since": since}
 
-    def sentence(self, precision: str, rows: Rows) -> str:
+    def sentence(self, name: str, rows: Rows) -> str:
         """Return what a user is told about a run."""
         found = self.verdict(rows)
         result = f"passed, above since step {found['since']:.0f}" if found["passed"] else "not passed"
         steps = min(self.steps, len(rows))
-        return f"{precision}: {REWARD} {found['reward']:.3f} over the last {steps} steps, bar {self.above:g}: {result}"
+        return f"{name}: {REWARD} {found['reward']:.3f} over the last {steps} steps, bar {self.above:g}: {result}"
 
 
 def write_summary(path: Path, summaries: list[Summary], **about: object) -> None:
-    """Write everything the table shows, and how it came about, as JSON; of the latter, nothing that is None."""
-    known = {name: value for name, value in about.items() if value is not None}
-    write_json(path, {"runs": [asdict(summary) for summary in summaries], "ratios": ratios(summaries), **known})
+    """Write everything the table shows, and how it came about, as JSON."""
+    write_json(path, {"runs": [asdict(summary) for summary in summaries], "ratios": ratios(summaries), **about})
 
 
 _CELLS: dict[str, tuple[Callable[[Summary], float], str]] = {
@@ -158,27 +144,22 @@ _CELLS: dict[str, tuple[Callable[[Summary], float], str]] = {
 def table(summaries: list[Summary]) -> Table:
     """Return the comparison as a table: one row for each arm and one for each ratio.
 
-    The reward is the mean of the first steps -> that of the last; the title says how many steps. With several seeds
-    it is the last mean alone, and an arm has three lines: the mean over seeds, the smallest and the largest value. Of
-    values that are not all numbers, the mean is NaN, and the others are of those that are.
+    The reward is the mean of the first steps -> that of the last. With several seeds it is the last mean alone, and an
+    arm has three lines: the mean over seeds, the smallest and the largest value. Of values that are not all numbers,
+    the mean is NaN, and the others are of those that are.
     """
-    seeds = any(summary.seed is not None for summary in summaries)
-    head = "precision" if all(summary.arm == summary.precision for summary in summaries) else "arm"
     rows = []
     for arm, runs in by_arm(summaries).items():
         cells = [_cell([value(run) for run in runs], text) for value, text in _CELLS.values()]
         if len(runs) == 1:
             cells[1] = f"{runs[0].reward_first:.3g} -> {cells[1]}"
-        name = arm if len(runs) == 1 else f"{arm}\n  min\n  max"
-        rows.append([name, *([str(len(runs))] if seeds else []), *cells])
-    before = ("", "", "") if seeds else ("", "")
+        rows.append([arm if len(runs) == 1 else f"{arm} ({len(runs)} seeds)\n  min\n  max", *cells])
     for name, ratio in ratios(summaries).items():
-        rows.append([f"ratio {name}", *before, _times(ratio["log_prob_gap"]), _times(ratio["k3_kl"]), "", ""])
-    columns = [head, *(["seeds"] if seeds else []), *_CELLS]
+        rows.append([f"ratio {name}", "", "", _times(ratio["log_prob_gap"]), _times(ratio["k3_kl"]), "", ""])
     windows = sorted({summary.reward_steps for summary in summaries})
     steps = " to ".join(map(str, dict.fromkeys((windows[0], windows[-1]))))
     title = f"Training-inference mismatch, mean over steps; reward, mean of the first -> last {steps} steps"
-    return terminal_table(columns, rows, framed=True, title=title)
+    return terminal_table(["arm", *_CELLS], rows, framed=True, title=title)
 
 
 def _times(ratio: float) -> str:

@@ -12,9 +12,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from verl_precision.base.versions import installed_version
-from verl_precision.tools.runs.launch import WORKER_PYTHON, scratch_folder
+from verl_precision.tools.runs.launch import WORKER_PYTHON, temporary_folder
 
 # What the workers of a run import: trainer, FSDP engine, agent loop, rollout server, TransferQueue, Ray's worker.
 MODULES = (
@@ -39,8 +40,10 @@ def fork_server(modules: Sequence[str] = MODULES, idle_seconds: float = 120.0) -
     The first worker starts its template, which imports the modules, and stays so long without work.
     """
     # A template connects to the socket and ends when the connection does, whatever ends this process.
-    with scratch_folder("vp-fork-") as folder, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as owner:
-        client = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).with_name("client.py")), str(folder)])
+    scratch = TemporaryDirectory(prefix="vp-fork-", dir=temporary_folder(), ignore_cleanup_errors=True)
+    with scratch as name, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as owner:
+        folder = Path(name)
+        client = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).with_name("client.py")), name])
         spawn = folder / "python"
         spawn.write_text(SPAWN.format(client=client, python=shlex.quote(sys.executable)))
         spawn.chmod(0o700)

@@ -2,10 +2,10 @@
 
     python -I -S client.py FOLDER [-u] [-B] (SCRIPT | -m MODULE | -c COMMAND) [ARGUMENT ...]
 
-It looks for the template of this very environment, which it starts if there is none, hands over what a process has
-from its starter (`template.Order`), and stands for the forked process: signals are passed on, the exit code is the
-fork's, and if this process is killed, the fork is too. `-c` is what multiprocessing starts in a fork, e.g. vLLM's
-engine: that ends with the process that started it.
+It starts the template of this very environment if there is none, hands over what a process has from its starter
+(`template.Order`), and stands for the forked process: signals are passed on, the exit code is the fork's, and if this
+process is killed, the fork is too. `-c` is what multiprocessing starts in a fork, e.g. vLLM's engine: that ends with
+the process that started it.
 """
 
 import contextlib
@@ -28,51 +28,37 @@ OWN = (
     *("VERL_FILE_LOGGER_PATH", "VERL_PRECISION_RUN", "VERL_PRECISION_TEST", "PYTEST_CURRENT_TEST"),
     *("VERL_PRECISION_WEIGHT_SOCKET", "VLLM_RPC_BASE_PATH", "SHLVL", "PWD", "OLDPWD", "_"),
 )
-START_SECONDS = 300.0
-_POLL_SECONDS = 0.05
-_PARENT_POLL_SECONDS = 1.0
+_START_SECONDS, _POLL_SECONDS, _PARENT_POLL_SECONDS = 300.0, 0.05, 1.0
 
 
 def connect(folder: str) -> socket.socket:
     """Return a connection to the template of this environment and these CPUs, which is started if there is none."""
-    own = {*OWN, "GOMP_CPU_AFFINITY"} if bound_to() is not None else OWN
-    environment = {name: value for name, value in os.environ.items() if name not in own}
-    cpus = sorted(os.sched_getaffinity(0))
-    name = hashlib.sha256(json.dumps([environment, cpus], sort_keys=True).encode()).hexdigest()[:16]
-    path = os.path.join(folder, f"{name}.sock")
+    environment = {name: value for name, value in os.environ.items() if name not in OWN}
+    about = json.dumps([environment, sorted(os.sched_getaffinity(0))], sort_keys=True)
+    name = os.path.join(folder, hashlib.sha256(about.encode()).hexdigest()[:16])
     # A template that ends for want of work holds this lock too, so that none ends between these lines.
-    with open(os.path.join(folder, f"{name}.lock"), "w") as lock:
+    with open(f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not os.path.exists(path):
+        if not os.path.exists(f"{name}.sock"):
             _start_template(folder, name, environment)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.connect(path)
+        connection.connect(f"{name}.sock")
     return connection
 
 
 def _start_template(folder: str, name: str, environment: dict[str, str]) -> None:
-    log_path = os.path.join(folder, f"{name}.log")
     command = [sys.executable, os.path.join(os.path.dirname(__file__), "template.py"), folder, name]
-    with open(log_path, "wb") as log:
+    with open(f"{name}.log", "wb") as log:
         template = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
         )
-    end = time.monotonic() + START_SECONDS
-    while not os.path.exists(os.path.join(folder, f"{name}.sock")):
+    end = time.monotonic() + _START_SECONDS
+    while not os.path.exists(f"{name}.sock"):
         if template.poll() is not None or time.monotonic() > end:
             template.kill()
-            with open(log_path, errors="replace") as log:
+            with open(f"{name}.log", errors="replace") as log:
                 sys.exit(f"the template for Ray's workers did not start; its log:\n{log.read()}")
         time.sleep(_POLL_SECONDS)
-
-
-def bound_to() -> int | None:
-    """Return the one CPU that OpenMP's threads are bound to in this environment: a fork can be bound to it later.
-
-    vLLM's worker is, on two cores. More CPUs, a thread on each, are for libgomp, which reads them as it is loaded.
-    """
-    cpu = os.environ.get("GOMP_CPU_AFFINITY", "")
-    return int(cpu) if cpu.isdigit() and "OMP_NUM_THREADS" in os.environ else None
 
 
 def main() -> int:
@@ -86,10 +72,9 @@ def main() -> int:
     inherited = _inherited_descriptors() if spawned else []
     connection = connect(folder)
     answers = connection.makefile("rb", buffering=0)  # a line is read at a time: `select` sees the next
-    descriptors = [0, 1, 2, *inherited]
     # One line of JSON, with the descriptors. The template answers with two lines: process id, exit code.
-    order = [arguments, dict(os.environ), os.getcwd(), descriptors, bound_to()]
-    message = json.dumps(order).encode() + b"\n"
+    descriptors = [0, 1, 2, *inherited]
+    message = json.dumps([arguments, dict(os.environ), os.getcwd(), descriptors]).encode() + b"\n"
     sent = socket.send_fds(connection, [message], descriptors)
     if rest := message[sent:]:  # sending nothing fails where the process has ended by now
         connection.sendall(rest)

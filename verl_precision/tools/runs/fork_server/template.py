@@ -1,6 +1,6 @@
 """A process that has imported what verl's workers import, and forks one for each `client.py` that asks.
 
-    python template.py FOLDER NAME
+    python template.py FOLDER NAME  # NAME: of its socket and lock, without the suffix
 
 Importing verl, vLLM and torch takes ten seconds of a core, and a run has eleven processes that do it. A fork has them
 at once and shares their memory; what may differ between processes is set in it (`_become`). The template ends when the
@@ -35,14 +35,12 @@ class Order(NamedTuple):
     environment: dict[str, str]  # its environment variables
     cwd: str  # its working directory
     descriptors: list[int]  # numbers of the open files it has, the three standard streams first
-    cpu: int | None  # the one CPU it is bound to, or None where it has the template's
 
 
 def serve(folder: str, name: str) -> Order:
     """Fork on request until the owner has gone or there is no work; return in each process ordered, with its order.
 
-    The folder has the owner's `template.json` and its socket `owner.sock`; this template's own gets the name. Each
-    process has a keeper between the template and itself.
+    Each process has a keeper between the template and itself.
     """
     with open(os.path.join(folder, "template.json")) as file:
         settings = json.load(file)
@@ -58,17 +56,17 @@ def serve(folder: str, name: str) -> Order:
     gc.freeze()  # so that the collector of a fork leaves shared pages alone
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    path, template = os.path.join(folder, f"{name}.sock"), os.getpid()
-    listening.bind(f"{path}.new")
+    template = os.getpid()
+    listening.bind(f"{name}.new")
     listening.listen(64)
-    os.rename(f"{path}.new", path)  # there only once it answers
+    os.rename(f"{name}.new", f"{name}.sock")  # there only once it answers
     while True:
         if not select.select([listening], [], [], settings["idle_seconds"])[0]:
-            with open(os.path.join(folder, f"{name}.lock")) as lock:
+            with open(f"{name}.lock") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 # No process is left, and no client has connected meanwhile.
                 if not _has_children() and not select.select([listening], [], [], 0)[0]:
-                    os.unlink(path)
+                    os.unlink(f"{name}.sock")
                     os._exit(0)
             continue
         client, _ = listening.accept()
@@ -128,40 +126,28 @@ def _ordered(client: socket.socket, python: str) -> Order:
 
 
 def _become(order: Order, received: list[int], python: str) -> None:
-    """Make a fresh fork what a process started with the order's command line would be.
-
-    It has received the order's open files under numbers of its own. multiprocessing starts `python` in place of Python.
-    """
+    """Make a fresh fork, which has received the order's open files, what its command line would start."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _number_descriptors(received, order.descriptors)
-    if order.cpu is not None:
-        os.sched_setaffinity(0, {order.cpu})
+    above = max(order.descriptors) + 1  # another of them may have its number now
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, above) for descriptor in received]
+    for descriptor in received:
+        os.close(descriptor)
+    for number, descriptor in zip(order.descriptors, moved, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     if order.arguments[0] == "-c":
         with contextlib.suppress(ImportError):  # vLLM's titles; Ray has its own, which must come first
             importlib.import_module("setproctitle").getproctitle()  # finds its place by the environment of the start
     os.environ.clear()
     os.environ.update(order.environment)
     os.chdir(order.cwd)
-    multiprocessing.spawn.set_executable(python)
+    multiprocessing.spawn.set_executable(python)  # in place of Python
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     _follow_thread_count()
-
-
-def _number_descriptors(received: list[int], numbers: list[int]) -> None:
-    """Give open files their numbers, which others of them may have now."""
-    above = max(numbers) + 1
-    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, above) for descriptor in received]
-    for descriptor in received:
-        os.close(descriptor)
-    for number, descriptor in zip(numbers, moved, strict=True):
-        if number > 2 and os.path.lexists(f"/proc/self/fd/{number}"):  # not where the parent has the same imports
-            raise RuntimeError(f"a module that was imported before the fork has the open file {number} of its order")
-        os.dup2(descriptor, number)
-        os.close(descriptor)
 
 
 def _follow_thread_count() -> None:

@@ -5,7 +5,6 @@ Judged by what the run itself has written: its metrics, its log beside them, and
 
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,19 +15,17 @@ from typing import Literal
 from rich.table import Table
 
 from verl_precision.base.files import open_regular
+from verl_precision.tools.runs.curves import PANELS, Points
 from verl_precision.tools.runs.expected import at, hydra_of
 from verl_precision.tools.runs.launch import TOTAL_STEPS
-from verl_precision.tools.runs.panels import PANELS
-from verl_precision.tools.runs.read import Run
-from verl_precision.tools.runs.rows import LARGEST_STEP
+from verl_precision.tools.runs.read import LARGEST_STEP, REWARD, Run
 from verl_precision.tools.show.tables import number_text, percent_text, terminal_table
 
 State = Literal["waiting", "running", "finished", "stopped growing", "recorded", "unreadable"]
-Points = Mapping[str, Mapping[int, float]]  # `<panel>/<label>` -> value by step
 RECENT = 20  # steps that say how long one takes
 # A run has stopped growing if its newest row is older than so many of its slowest recent steps, and than so long.
 PATIENCE, PATIENCE_SECONDS = 4.0, 60.0
-_STEP_SECONDS, _LONGEST, _ENDLESS, _TAIL = "step_time/step", 1e9, 1e13, 2**16  # of a step; seconds; bytes of a log
+_LONGEST, _TAIL = 1e9, 2**16  # seconds of a step; bytes of a log
 # What stands at the top: title, the curves of which the first that is measured is shown, and how.
 NOW: tuple[tuple[str, tuple[str, ...], Literal["number", "percent", "sum"]], ...] = (
     ("reward", ("reward/reward",), "number"),
@@ -56,14 +53,14 @@ class RunStatus:
     now: Mapping[str, str] = field(default_factory=dict)  # the titles of `NOW` -> newest value, as people read it
 
 
-def standing(run: Run, points: Points, total: int | None, age: float | None, expected: Sequence[Run] = ()) -> RunStatus:
+def status_of(run: Run, points: Points, total: int | None, age: float | None, expected: Sequence[Run]) -> RunStatus:
     """Return where a run of `total` steps stands whose newest row was written `age` seconds ago; None: long ago."""
     if not run.rows:
         return RunStatus("waiting")
     step = int(run.rows[-1]["step"])
-    seconds = [value for value in list(points.get(_STEP_SECONDS, {}).values())[-RECENT:] if 0 <= value < _LONGEST]
+    recent = list(points.get("step_time/step", {}).values())[-RECENT:]
+    seconds = [value for value in recent if 0 <= value < _LONGEST]
     typical = median(seconds) if seconds else None
-    left = typical * (total - step) if typical is not None and total is not None and total > step else None
     state: State = "running"
     if total is not None and step >= total:
         state = "finished"
@@ -71,8 +68,7 @@ def standing(run: Run, points: Points, total: int | None, age: float | None, exp
         state = "recorded"
     elif age > max(PATIENCE_SECONDS, PATIENCE * max(seconds, default=0.0)):
         state = "stopped growing"
-    if state != "running":
-        left = None
+    left = typical * (total - step) if state == "running" and typical is not None and total is not None else None
     return RunStatus(state, step, total, typical, left, age, _now(points, step, expected))
 
 
@@ -81,31 +77,27 @@ def _now(points: Points, step: int, expected: Sequence[Run]) -> dict[str, str]:
     for title, curves, kind in NOW:
         values = next((list(points[name].values()) for name in curves if points.get(name)), None)
         if values is not None:
-            if kind == "sum":
-                found[title] = number_text(sum(value for value in values if value == value))
-            else:
-                found[title] = percent_text(values[-1], 1) if kind == "percent" else number_text(values[-1])
-    bound = list(points.get("canary/bound", {}).values())
-    if "canary" in found and bound:
+            value = sum(value for value in values if value == value) if kind == "sum" else values[-1]
+            found[title] = percent_text(value, 1) if kind == "percent" else number_text(value)
+    if "canary" in found and (bound := list(points.get("canary/bound", {}).values())):
         gap = list(points["canary/gap"].values())[-1]
         found["canary"] = " of ".join(number_text(float(f"{value:.2g}")) for value in (gap, bound[-1]))
     for curve in expected if "reward" in found else ():
         reached = [row for row in curve.rows if row["step"] <= step] or curve.rows[:1]
-        value = next(value for key, value in reached[-1].items() if key != "step")
-        found[curve.name] = f"{number_text(value)} at step {reached[-1]['step']:g}"
+        found[curve.name] = f"{number_text(reached[-1][REWARD])} at step {reached[-1]['step']:g}"
     return found
 
 
 def total_steps(source: Path) -> int | None:
     """Return the steps of a whole run, by the newest log beside its metrics, or by its config; None if neither says."""
     folder = source if source.is_dir() else source.parent
-    logs = {log: log.stat().st_mtime for log in folder.glob("*.log") if log.is_file()}
-    for log in sorted(logs, key=logs.__getitem__, reverse=True):
+    logs = [log for log in folder.glob("*.log") if log.is_file()]
+    for log in sorted(logs, key=lambda log: log.stat().st_mtime, reverse=True):
         with open_regular(log, most=math.inf) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
             if said := TOTAL_STEPS.findall(file.read(_TAIL).decode(errors="replace")):
                 return int(said[-1])
-    total = at(hydra_of(folder, "config.yaml"), "trainer", "total_training_steps")
+    total = at(hydra_of(source, "config.yaml"), "trainer", "total_training_steps")
     return total if isinstance(total, int) and abs(total) < LARGEST_STEP else None
 
 
@@ -113,10 +105,10 @@ def duration_text(seconds: float | None) -> str:
     """Return a time as people say it: 8 s, 0:03:00, 4 days, 3:00:00; empty for None."""
     if seconds is None or seconds < 100:
         return "" if seconds is None else f"{seconds:.3g} s"
-    return str(timedelta(seconds=round(min(seconds, _ENDLESS))))
+    return str(timedelta(seconds=round(min(seconds, 1e13))))
 
 
-def standings_table(rows: Sequence[tuple[str, RunStatus, Sequence[str]]]) -> Table:
+def status_table(rows: Sequence[tuple[str, RunStatus, Sequence[str]]]) -> Table:
     """Return a table of runs for a terminal: name, where it stands, names of its alarms."""
     titles = list(dict.fromkeys(title for _, each, _ in rows for title in each.now))
     cells = [
@@ -124,14 +116,16 @@ def standings_table(rows: Sequence[tuple[str, RunStatus, Sequence[str]]]) -> Tab
             name,
             each.state if each.state != "stopped growing" else f"stopped growing {duration_text(each.age)} ago",
             ", ".join(alarms) or "-",
-            re.sub(r"^None.*|/None$", "", f"{each.step}/{each.total}"),
+            "/".join(str(number) for number in (each.step, each.total) if number is not None),
             duration_text(each.step_seconds),
             duration_text(each.seconds_left),
             *(each.now.get(title, "") for title in titles),
         )
         for name, each, alarms in rows
     ]
-    columns = ("run", "state", "alarms", "step", "a step", "left", *titles)
-    bad = ("stopped growing", "unreadable")
-    red = [number for number, (_, each, alarms) in enumerate(rows) if alarms or each.state in bad]
-    return terminal_table(columns, cells, words=3, red=red)
+    red = [
+        number
+        for number, (_, each, alarms) in enumerate(rows)
+        if alarms or each.state in ("stopped growing", "unreadable")
+    ]
+    return terminal_table(("run", "state", "alarms", "step", "a step", "left", *titles), cells, words=3, red=red)

@@ -1,7 +1,7 @@
 """The runs of a comparison: its arms, each of which is a few Hydra overrides, and each arm once for every seed."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,24 +16,20 @@ from verl_precision.tools.checking.composing import read_recipe, require_recipe
 
 ALL = "all"
 _ARM_NAME = re.compile(r"[A-Za-z0-9][\w.=+-]*")  # it names a folder
-
-
-class Arm(NamedTuple):
-    """One side of a comparison."""
-
-    name: str  # of its folder, and in table and figures
-    overrides: tuple[str, ...]  # Hydra overrides that make the arm
-    precision: str | None = None  # the preset that -p chose; None for an arm of the recipe
-    estimator: str | None = None  # the preset that -e chose, if any
+Arms = dict[str, tuple[str, ...]]  # name, of its folder and in table and figures -> Hydra overrides that make the arm
 
 
 class PlannedRun(NamedTuple):
     """An arm, with a seed where seeds are given."""
 
-    arm: Arm
+    arm: str
     seed: int | None
-    name: str  # its folder's path below that of the comparison
     overrides: tuple[str, ...]  # what makes this run another one than the others
+
+    @property
+    def name(self) -> str:
+        """Return its folder's path below that of the comparison."""
+        return run_name(self.arm, self.seed)
 
 
 def run_name(arm: str, seed: int | None) -> str:
@@ -41,20 +37,17 @@ def run_name(arm: str, seed: int | None) -> str:
     return arm if seed is None else f"{arm}/seed_{seed}"
 
 
-def preset_arms(precisions: Sequence[str], estimators: Sequence[str] = ()) -> list[Arm]:
+def preset_arms(precisions: Sequence[str], estimators: Sequence[str] = ()) -> Arms:
     """Return an arm for each precision, or for each estimator with each precision; refuse presets that are unknown."""
     for option, chosen in (("precision", precisions), ("estimator", estimators)):
         _require_known(f"--{option}", chosen, preset_names(option), "there is no such preset")
         require_each_once(f"--{option}", chosen, "each preset once")
-    arms = []
-    for estimator, precision in product(estimators or (None,), precisions):
-        overrides = (f"estimator={estimator}", f"precision={precision}")
-        name = f"{estimator}-{precision}" if estimator else precision
-        arms.append(Arm(name, overrides if estimator else overrides[1:], precision, estimator))
-    return arms
+    if not estimators:
+        return {precision: (f"precision={precision}",) for precision in precisions}
+    return {f"{e}-{p}": (f"estimator={e}", f"precision={p}") for e, p in product(estimators, precisions)}
 
 
-def recipe_arms(recipe: Path, names: Sequence[str]) -> list[Arm]:
+def recipe_arms(recipe: Path, names: Sequence[str]) -> Arms:
     """Return the arms with these names, or with `all` every one, of a recipe's own `arms: {name: [override, ...]}`."""
     known = _own_keys(recipe).get("arms")
     if not isinstance(known, dict) or not known:
@@ -66,22 +59,21 @@ def recipe_arms(recipe: Path, names: Sequence[str]) -> list[Arm]:
             allowed = "letters, digits and _ . = + -, with a letter or digit first, but not `all`"
             raise _refused("arms", name, f"no folder of an arm of {recipe} can have this name", allowed)
         if not isinstance(overrides, list) or not all(isinstance(o, str) and re.search("^~|=", o) for o in overrides):
-            allowed = 'e.g. [precision=fp16, estimator=grpo], or [] for the recipe as it is; quote one with " #{[,"'
+            allowed = "e.g. [precision=fp16, estimator=grpo], or [] for the recipe as it is"
             raise _refused(f"arms.{name}", overrides, f"{recipe}: an arm is a list of Hydra overrides", allowed)
     require_each_once("--arm", names, "each arm once")
-    _require_known("--arm", names, [ALL, *known], f"{recipe} has no such arm")
-    if ALL in names and len(names) > 1:
-        raise _refused("--arm", " ".join(names), f"`{ALL}` means every arm", f"`{ALL}` alone, or names")
-    return [Arm(name, tuple(known[name])) for name in (known if ALL in names else names)]
+    if list(names) == [ALL]:
+        names = list(known)
+    _require_known("--arm", names, list(known), f"{recipe} has no such arm")
+    return {name: tuple(known[name]) for name in names}
 
 
-def with_seeds(arms: Iterable[Arm], seeds: Sequence[int] = ()) -> list[PlannedRun]:
+def with_seeds(arms: Arms, seeds: Sequence[int] = ()) -> list[PlannedRun]:
     """Return every arm with every seed, arm by arm; without seeds, every arm once."""
-    plan = []
-    for arm, seed in product(arms, seeds or (None,)):
-        own = [] if seed is None else [f"seed={seed}"]
-        plan.append(PlannedRun(arm, seed, run_name(arm.name, seed), (*arm.overrides, *own)))
-    return plan
+    return [
+        PlannedRun(arm, seed, overrides if seed is None else (*overrides, f"seed={seed}"))
+        for (arm, overrides), seed in product(arms.items(), seeds or (None,))
+    ]
 
 
 def check_arguments(
@@ -139,24 +131,21 @@ def preset_of(group: str, overrides: Sequence[str]) -> str | None:
 
 
 def top_level_keys(recipe: Path) -> set[str]:
-    """Return the top-level keys of a recipe, and of the recipes in its `defaults` that lie beside it or where it says.
-
-    verl's own config and the presets are not looked at.
-    """
+    """Return the top-level keys of a recipe, and of the recipes in its `defaults` that lie where it says."""
     content = _own_keys(recipe)
     beside = [folder / f"{name}.yaml" for name in content.get("defaults") or () for folder in recipe_folders(recipe)]
     return set(content).union(*(top_level_keys(path) for path in beside if path.is_file()))
+
+
+def _own_keys(recipe: Path) -> dict[str, Any]:
+    content: Any = OmegaConf.to_container(read_recipe(recipe), resolve=False)
+    return {str(key): value for key, value in content.items()}
 
 
 def recipe_folders(recipe: Path) -> list[Path]:
     """Return where the recipes may lie that a recipe builds on: beside it, or where its `hydra.searchpath` says."""
     paths = OmegaConf.select(read_recipe(recipe), "hydra.searchpath") or []
     return [recipe.parent, *(Path(path.removeprefix("file://")) for path in paths if path.startswith("file://"))]
-
-
-def _own_keys(recipe: Path) -> dict[str, Any]:
-    content: Any = OmegaConf.to_container(read_recipe(recipe), resolve=False)
-    return {str(key): value for key, value in content.items()}
 
 
 def _key(override: str) -> str:

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.tools.runs import grid
+from verl_precision.tools.runs.compare import grid
 
 
 @pytest.fixture
@@ -47,9 +47,9 @@ def test_arms_of_the_recipe(recipe):
 def test_a_recipe_has_the_seed_of_the_one_that_it_builds_on(recipe, tmp_path):
     recipe("seed: 1\n", name="base")
     defaults = "defaults: [ppo_trainer, base, _self_, override scale: cpu]"
-    beside = f"{defaults}\nhydra: {{searchpath: ['file://{tmp_path}/base']}}"
-    assert grid.top_level_keys(recipe(beside, name="child")) == {"defaults", "hydra", "seed"}
-    assert planned(recipe(beside, name="child"), ["fp16"], [], seeds=[2])[0][0] == "fp16/seed_2"
+    beside = recipe(f"{defaults}\nhydra: {{searchpath: ['file://{tmp_path}/base']}}", name="child")
+    assert grid.top_level_keys(beside) == {"defaults", "hydra", "seed"}
+    assert planned(beside, ["fp16"], [], seeds=[2])[0][0] == "fp16/seed_2"
     assert grid.top_level_keys(recipe("defaults: [ppo_trainer, base]\n", name="other")) == {"defaults"}
 
 
@@ -67,7 +67,7 @@ def test_a_preset_is_known_from_the_overrides():
     (None, {"estimators": ["grpo", "grpo"]}, "--estimator", "grpo grpo"),
     (None, {"arms": ["clipped"]}, "--arm", "clipped"),
     (None, {"precisions": [], "arms": ["cliped"]}, "--arm", "cliped"),
-    (None, {"precisions": [], "arms": ["all", "shadow"]}, "--arm", "all shadow"),
+    (None, {"precisions": [], "arms": ["all", "shadow"]}, "--arm", "all"),
     (None, {"precisions": [], "arms": ["shadow", "shadow"]}, "--arm", "shadow shadow"),
     ("a: 1", {"precisions": [], "arms": ["all"]}, "--arm", "all"),
     ("arms: {}", {"precisions": [], "arms": ["all"]}, "--arm", "all"),

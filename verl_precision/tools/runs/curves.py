@@ -1,0 +1,116 @@
+"""Which metrics are shown, under which titles and in which colours; the curves of a run: its rows by metric."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
+from typing import NamedTuple
+
+import numpy as np
+
+from verl_precision.base.files import table_of
+from verl_precision.mismatch.metric_names import ACTOR, PROBS_PEARSON
+from verl_precision.tools.runs.read import Rows, Run
+from verl_precision.tools.show.colours import COLOURS, PRECISIONS
+
+BUCKETS = 160  # of a curve of more than twice as many steps
+Points = Mapping[str, Mapping[int, float]]  # `<panel>/<label>` -> value by step, or by layer
+
+
+class Panel(NamedTuple):
+    """One plot."""
+
+    name: str  # its id on the page
+    title: str
+    unit: str  # label of the vertical axis
+    metrics: Mapping[str, str]  # up to four by their label; of `a or b` the first is shown that a run has
+    log: int = 0  # base of a logarithmic axis, on which only positive values are drawn; 0 for a linear axis
+    hint: str = ""  # how to read the plot
+    # What the horizontal axis counts; "layer" for a metric that ends in `_*`: the mean over all steps of each layer.
+    axis: str = "step"
+
+    @property
+    def curve(self) -> str:
+        """Return the name of its first curve among those of all panels."""
+        return f"{self.name}/{next(iter(self.metrics))}"
+
+
+PANELS = tuple(Panel(**known) for known in table_of(__file__))
+_CURVES = {f"{panel.name}/{label}": metric for panel in PANELS for label, metric in panel.metrics.items()}
+_PEARSON = next(curve for curve, metric in _CURVES.items() if metric == PROBS_PEARSON)
+
+
+def colours_of(runs: Sequence[Run]) -> dict[str, str]:
+    """Return the colour of each curve, for a precision that of every figure; of many curves, colours come again."""
+    curves = list(dict.fromkeys(run.curve for run in runs))
+    known = {name: PRECISIONS[name] for name in curves if name in PRECISIONS}
+    others = cycle([colour for colour in COLOURS if colour not in known.values()])
+    return {name: known.get(name) or next(others) for name in curves}
+
+
+def points_of(rows: Rows) -> dict[str, Mapping[int, float]]:
+    """Return every curve of a run that has points: value by step, or by layer the mean over all steps."""
+    keys, found = {key for row in rows for key in row}, dict[str, Mapping[int, float]]()
+    for curve, metric in _CURVES.items():
+        points: dict[int, float] = {}
+        for name in reversed(metric.split(" or ")):
+            if name.endswith("*"):
+                layers = {key for key in keys if re.fullmatch(re.escape(name[:-1]) + "[0-9]{1,9}", key)}
+                points = {int(key[len(name) - 1 :]): mean(row[key] for row in rows if key in row) for key in layers}
+            elif read := [key for key in (ACTOR + name, name) if key in keys]:  # verl's prefix, or none: that counts
+                points = {int(row["step"]): row[key] for key in read for row in rows if key in row}
+        if points:
+            found[curve] = {at: 1 - value if curve == _PEARSON else value for at, value in sorted(points.items())}
+    return found
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return a mean, which may be infinite or NaN: of infinities and of the largest numbers `fmean` is an error."""
+    found = list(values)
+    return sum(found) / len(found)
+
+
+def band_of(seeds: Sequence[Mapping[int, float]]) -> list[list[float]]:
+    """Return steps and values; for several seeds, or a long curve, means (NaN where one is not finite), lows, highs."""
+    if len(seeds) == 1:
+        steps, rows = list(seeds[0]), [list(seeds[0].values())]
+    else:
+        steps = sorted({step for points in seeds for step in points})
+        values = [[points[step] for points in seeds if step in points] for step in steps]
+        finite = [[value for value in each if math.isfinite(value)] or [math.nan] for each in values]
+        rows = [[mean(each) if all(map(math.isfinite, each)) else math.nan for each in values]]
+        rows += [[min(each) for each in finite], [max(each) for each in finite]]
+    return [list(steps), *rows] if len(steps) <= 2 * BUCKETS else downsampled(steps, rows)
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def downsampled(steps: Sequence[int], rows: Sequence[Sequence[float]], buckets: int = BUCKETS) -> list[list[float]]:
+    """Return a long curve, values or means, lows and highs, in so many buckets of steps: steps, means, lows, highs.
+
+    The mean of a bucket is NaN where a value in it is not finite; low and high are of those that are. Its step is that
+    of the value that is furthest from the mean, or not finite: who asks for a spike is led to it. The buckets at the
+    ends have the first and the last step.
+    """
+    means, lows, highs = (np.array(row, dtype=np.float64) for row in (rows if len(rows) == 3 else [rows[0]] * 3))
+    starts = np.unique([bucket * len(steps) // buckets for bucket in range(buckets)])
+    sizes = np.diff([*starts, len(steps)])
+    finite = np.isfinite(means)
+    whole = np.logical_and.reduceat(finite, starts)
+    mean = np.where(whole, np.add.reduceat(np.where(finite, means, 0.0), starts) / sizes, np.nan)
+    low, high = (np.where(np.isfinite(row), row, np.nan) for row in (lows, highs))
+    away = np.fmax(high - np.repeat(mean, sizes), np.repeat(mean, sizes) - low)
+    away = np.where(np.repeat(whole, sizes), away, np.where(finite, -np.inf, np.inf))
+    shown = [
+        steps[start + int(np.argmax(away[start : start + size]))] for start, size in zip(starts, sizes, strict=True)
+    ]
+    shown[0], shown[-1] = steps[0], steps[-1]
+    return [shown, mean.tolist(), np.fmin.reduceat(low, starts).tolist(), np.fmax.reduceat(high, starts).tolist()]
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def numbers_of(points: Mapping[int, float]) -> list[float]:
+    """Return mean, first, last, smallest and largest value of a curve, which leave NaN out, and their number."""
+    values = np.fromiter(points.values(), np.float64, len(points))
+    numbers = values[~np.isnan(values)]
+    ends = (numbers.min(), numbers.max()) if numbers.size else (math.nan, math.nan)
+    return [*map(float, (values.mean(), values[0], values[-1], *ends)), len(values)]
