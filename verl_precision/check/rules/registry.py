@@ -21,6 +21,8 @@ for _module in pkgutil.iter_modules(rules.__path__, f"{rules.__name__}."):
     if _module.name != __name__:
         importlib.import_module(_module.name)
 
+# What cannot work at all comes before what is wrong about it; else the order of names.
+FIRST = ("plugin-not-loaded", "verl-refuses", "value-out-of-range", "name-unknown", "model-missing", "not-exact")
 ABSENT = ("model-missing", "files-missing")  # a path that is not here is why something is unknown: one cause
 # Settings whose rules stand beside the plugin, with the tool that acts on them.
 PROMISED = (
@@ -52,7 +54,7 @@ def _ask(
 ) -> list[Fault]:
     """Ask the rules of some names, or all."""
     faults: list[Fault] = []
-    for rule in sorted(RULES, key=lambda each: each.name):
+    for rule in sorted(RULES, key=lambda each: (each.name not in FIRST, each.name)):
         if not names or rule.name in names:
             found = rule.answer(config, environment)
             if rule.of_machine and not this_machine:
