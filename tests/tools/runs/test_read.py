@@ -1,13 +1,12 @@
 """Every source a run leaves gives the same numbers; what cannot be read is refused by name."""
 
-import importlib.util
 import json
 import math
 
 import numpy
 import pytest
 
-from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.owner import release, take
 from verl_precision.tools.runs.read import read_runs
 
@@ -71,21 +70,6 @@ def test_unreadable_values_of_a_log_are_counted(tmp_path):
     (tmp_path / "train.log").write_text("step:1 - a:1.0 - b:0.2(TaskRunner) - c\n")
     (run,) = read_runs([tmp_path / "train.log"])
     assert run.rows == [{"step": 1, "a": 1.0}] and "2 value(s)" in run.notes[0]
-
-
-def test_tensorboard_events(tmp_path, monkeypatch):
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(str(tmp_path / "tb")) as writer:
-        for row in ROWS:
-            for key in row.keys() - {"step"}:
-                writer.add_scalar(key, row[key], row["step"])
-    (run,) = read_runs([tmp_path / "tb"])
-    assert run.name == "tb" and run.rows == [pytest.approx(row) for row in ROWS]
-    assert [single.rows for single in read_runs([*(tmp_path / "tb").iterdir()])] == [run.rows]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(EnvironmentMismatchError, match="tb'.*pip install tensorboard"):
-        read_runs([tmp_path / "tb"])
 
 
 def test_a_folder_gives_its_file_and_a_folder_of_runs_each_run(tmp_path):

@@ -7,7 +7,7 @@ from rubbish import FOREIGN
 
 from verl_precision.base.errors import CheckpointStateError
 from verl_precision.tools.runs.compare import grid
-from verl_precision.tools.runs.compare.folder import COMMAND, SUMMARY, command_of, comparison_folder
+from verl_precision.tools.runs.compare.run import COMMAND, SUMMARY, command_of, comparison_folder
 
 
 @pytest.fixture

@@ -24,13 +24,6 @@ MODULES = (
     *("verl.workers.rollout.vllm_rollout.vllm_async_server", "verl.experimental.agent_loop.agent_loop"),
     *("verl.experimental.reward_loop", "transfer_queue"),
 )
-# What multiprocessing starts in a fork in place of Python: a process that it spawns is a fork as well.
-SPAWN = """#!/bin/sh
-case "$*" in
-  *multiprocessing.spawn*) exec {client} "$@" ;;
-  *) exec {python} "$@" ;;
-esac
-"""
 
 
 @contextmanager
@@ -44,9 +37,6 @@ def fork_server(modules: Sequence[str] = MODULES, idle_seconds: float = 120.0) -
     with scratch as name, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as owner:
         folder = Path(name)
         client = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).with_name("client.py")), name])
-        spawn = folder / "python"
-        spawn.write_text(SPAWN.format(client=client, python=shlex.quote(sys.executable)))
-        spawn.chmod(0o700)
         (folder / "template.json").write_text(json.dumps({"modules": list(modules), "idle_seconds": idle_seconds}))
         owner.bind(str(folder / "owner.sock"))
         owner.listen(64)

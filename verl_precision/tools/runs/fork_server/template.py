@@ -13,7 +13,6 @@ import fcntl
 import gc
 import importlib
 import json
-import multiprocessing.spawn
 import os
 import random
 import runpy
@@ -21,24 +20,13 @@ import select
 import signal
 import socket
 import sys
-import types
-from typing import Any, NamedTuple
+from typing import Any
 
-_MOST_DESCRIPTORS = 253  # that one message can carry: Linux's SCM_MAX_FD
 _PR_SET_PDEATHSIG = 1
 
 
-class Order(NamedTuple):
-    """The command of a fork, and all that it has from the process that starts it."""
-
-    arguments: list[str]  # as after `python`: a script, `-m` and a module, or `-c` and a command, then its own
-    environment: dict[str, str]  # its environment variables
-    cwd: str  # its working directory
-    descriptors: list[int]  # numbers of the open files it has, the three standard streams first
-
-
-def serve(folder: str, name: str) -> Order:
-    """Fork on request until the owner has gone or there is no work; return in each process ordered, with its order.
+def serve(folder: str, name: str) -> list[str]:
+    """Fork on request until the owner has gone or there is no work; return in each process ordered its arguments.
 
     Each process has a keeper between the template and itself.
     """
@@ -75,7 +63,7 @@ def serve(folder: str, name: str) -> Order:
             owner.close()
             listening.close()
             with contextlib.suppress(ConnectionError):
-                return _ordered(client, os.path.join(folder, "python"))
+                return _ordered(client)
             os._exit(1)  # the client was killed while it sent its order
         client.close()
 
@@ -94,26 +82,29 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _ordered(client: socket.socket, python: str) -> Order:
+def _ordered(client: socket.socket) -> list[str]:
     """Fork the process that a client orders, in which this returns, and keep it: tell its id and its exit code.
 
     If the client was killed, and could not pass that on, the process is killed.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    message, received, _, _ = socket.recv_fds(client, 1 << 16, _MOST_DESCRIPTORS)
+    message, streams, _, _ = socket.recv_fds(client, 1 << 16, 3)
     while not message.endswith(b"\n"):
         if not (part := client.recv(1 << 16)):
             raise ConnectionError
         message += part
-    order, keeper = Order(*json.loads(message)), os.getpid()
-    process = os.fork()
+    arguments, environment, cwd = json.loads(message)
+    keeper, process = os.getpid(), os.fork()
     if process == 0:
         _end_with(keeper)
         client.close()
-        _become(order, received, python)
-        return order
-    for descriptor in received:
-        os.close(descriptor)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        _become(environment, cwd)
+        return arguments
+    for stream in streams:
+        os.close(stream)
     with contextlib.suppress(ConnectionError):
         client.sendall(b"%d\n" % process)
     ended = os.pidfd_open(process)
@@ -125,25 +116,14 @@ def _ordered(client: socket.socket, python: str) -> Order:
     os._exit(0)
 
 
-def _become(order: Order, received: list[int], python: str) -> None:
-    """Make a fresh fork, which has received the order's open files, what its command line would start."""
+def _become(environment: dict[str, str], cwd: str) -> None:
+    """Give a fresh fork what a process has from its starter, and what no two processes share."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    above = max(order.descriptors) + 1  # another of them may have its number now
-    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, above) for descriptor in received]
-    for descriptor in received:
-        os.close(descriptor)
-    for number, descriptor in zip(order.descriptors, moved, strict=True):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    if order.arguments[0] == "-c":
-        with contextlib.suppress(ImportError):  # vLLM's titles; Ray has its own, which must come first
-            importlib.import_module("setproctitle").getproctitle()  # finds its place by the environment of the start
     os.environ.clear()
-    os.environ.update(order.environment)
-    os.chdir(order.cwd)
-    multiprocessing.spawn.set_executable(python)  # in place of Python
+    os.environ.update(environment)
+    os.chdir(cwd)
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
@@ -167,13 +147,8 @@ def _follow_thread_count() -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """Run a script, module or command as `python` would with these arguments."""
-    if arguments[0] == "-c":
-        sys.argv = ["-c", *arguments[2:]]
-        sys.path.insert(0, "")
-        main = sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(compile(arguments[1], "<string>", "exec"), main.__dict__)
-    elif arguments[0] == "-m":
+    """Run a script or module as `python` would with these arguments."""
+    if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, os.getcwd())
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -185,4 +160,4 @@ def run(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     del sys.path[0]  # this file's folder, which a fork has no business in
-    run(serve(sys.argv[1], sys.argv[2]).arguments)
+    run(serve(sys.argv[1], sys.argv[2]))
