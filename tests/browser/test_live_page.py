@@ -3,14 +3,9 @@
 How soon it opens and shows a new row is measured by benchmarks/live_page.py.
 """
 
-import os
-import shutil
-import struct
-import time
 from pathlib import Path
 
 import pytest
-from chromium import SECONDS
 from made_runs import Server, add, keep, row, write_run
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -61,18 +56,6 @@ def drawn(page) -> dict[str, list[str]]:
     )
 
 
-def saved(page, figure: str, kind: str) -> bytes:
-    """Press a figure's button, and return the file that it saves."""
-    for old in page.downloads.iterdir():
-        old.unlink()
-    page.js(f"document.querySelector('#figure-{figure} [data-save={kind}]').click()")
-    end = time.monotonic() + SECONDS
-    while not (found := [each for each in page.downloads.iterdir() if each.suffix == f".{kind}"]):
-        assert time.monotonic() < end, list(page.downloads.iterdir())
-        time.sleep(0.02)
-    return found[0].read_bytes()
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_part_fits_a_wide_and_a_narrow_window(page, serve, folder, scheme):
     metrics = [write_run(folder / f"run_{run}", 40, run) for run in range(2)]
@@ -115,25 +98,7 @@ def test_a_new_row_a_resume_and_a_run_that_begins(page, serve, folder):
     page.wait(
         "[...document.querySelectorAll('[id^=progress-]')].some((place) => place.textContent.startsWith('step 9'))"
     )
-    shutil.rmtree(folder / "second")
-    page.wait("document.getElementById('runs').innerText.includes('first')")
-    add(metrics, row(5))
-    page.wait(
-        "[...document.querySelectorAll('[id^=progress-]')].some((place) => place.textContent.startsWith('step 5'))"
-    )
     assert page.errors() == []
-
-
-def test_a_killed_run_is_said_to_have_stopped(page, serve, folder):
-    """Its steps took a minute each, and its newest row is an hour old."""
-    metrics = write_run(folder, 30)
-    page.open(serve(folder).url)
-    page.wait("document.querySelector('[data-state=running]')")
-    os.utime(metrics, (time.time() - 3600,) * 2)
-    page.wait("document.querySelector('[data-state=\"stopped growing\"]')")
-    assert page.wait(of(0, "age")) == "newest row 60 min ago"
-    add(metrics, row(31))
-    page.wait("document.querySelector('[data-state=running]')")
 
 
 def test_a_killed_server_is_said_and_the_page_goes_on_when_it_is_back(page, serve, folder):
@@ -167,21 +132,6 @@ def test_texts_of_a_run_are_texts(page, serve, folder):
     found = page.js("[document.images.length, document.scripts.length, document.querySelectorAll('[onclick]').length]")
     assert found == [0, 2, 0] and "taken" not in page.driver.title
     assert [url for url in page.requests() if "192.0.2.1" in url] == [] and page.errors() == []
-
-
-def test_every_figure_is_saved_as_svg_and_png(page, serve, folder):
-    write_run(folder / "a", 300)
-    write_run(folder / "b", 3, run=1)
-    page.open(serve(folder).url, scheme="dark")
-    figures = drawn(page)
-    for name in figures:
-        kinds = page.js(f"[...document.querySelectorAll('#{name} [data-save]')].map((button) => button.dataset.save)")
-        assert kinds == ["svg", "png"], name
-    svg = saved(page, "k3", "svg").decode()
-    assert svg.startswith("<svg") and svg.count('class="curve"') == 2 and "k3 KL(μ‖π)" in svg and ">a<" in svg
-    png = saved(page, "k3", "png")
-    assert png.startswith(b"\x89PNG") and struct.unpack(">II", png[16:24]) >= (1000, 300) and len(png) > 5000
-    assert page.errors() == []
 
 
 def test_the_keyboard_reaches_a_curve_a_step_and_its_tokens_and_news_do_not_take_the_focus(page, serve, folder):

@@ -14,7 +14,7 @@ from verl_precision.tools.runs.curves import band_of, colours_of
 from verl_precision.tools.runs.figures import draw_comparison
 from verl_precision.tools.runs.read import REWARD, Run
 from verl_precision.tools.runs.status import expected_of, read_expected
-from verl_precision.tools.show.colours import COLOURS, GREY, PRECISIONS
+from verl_precision.tools.show.colours import COLOURS, PRECISIONS
 
 
 def run_of(name: str, rewards=(0.0, 1.0), k3=(1e-5, 1e-4), **more) -> Run:
@@ -31,16 +31,15 @@ def lines_of(axes) -> list[tuple[str, list[float]]]:
     return [(to_hex(line.get_color()), list(line.get_ydata())) for line in axes.lines]
 
 
-def test_seeds_are_one_line_at_the_mean_and_a_shade_and_the_papers_curve_is_grey(monkeypatch):
-    monkeypatch.setattr(content, "expected_of", lambda path: [run_of("paper: fp16", (0.1, 0.9))])
+def test_seeds_are_one_line_at_the_mean_and_a_shade():
     runs = [run_of(f"bf16/seed_{seed}", (0.0, seed)) for seed in (1, 2, 6)] + [run_of("fp16", (0.5, 0.5))]
     figure = drawn(*runs)
     reward, k3 = figure.axes
-    assert lines_of(reward) == [(GREY, [0.1, 0.9]), (COLOURS[0], [0, 3]), (COLOURS[1], [0.5, 0.5])]
+    assert lines_of(reward) == [(COLOURS[0], [0, 3]), (COLOURS[1], [0.5, 0.5])]
     (shade,) = reward.collections
     assert {tuple(point) for point in shade.get_paths()[0].vertices} == {(1, 0), (2, 1), (2, 6)}
     assert to_hex(shade.get_facecolor()[0]) == COLOURS[0] and k3.get_yscale() == "log" and len(k3.lines) == 2
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["paper: fp16", "bf16", "fp16"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["bf16", "fp16"]
 
 
 def test_a_panel_that_no_run_has_measured_is_left_out_and_zeros_alone_are_on_a_linear_axis():

@@ -297,20 +297,6 @@ def test_alone_it_is_refused_in_words(runs, typed, case):
     assert code == 1 and "Traceback" not in said and CASES[case][1] in said
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # put back at the end
-    return tmp_path
-
-
-@pytest.mark.parametrize("file", NO_FILES)
-def test_what_is_typed_is_no_regular_file(here, typed, file):
-    NO_FILES[file](here / "typed.jsonl")
-    for words in (("watch", here / "typed.jsonl", "--once"), ("report", here / "typed.jsonl")):
-        code, said = typed(*words)
-        assert code == (words[0] == "report" or file != "folder") and "typed.jsonl" in said
-
-
 def test_a_folder_whose_name_a_terminal_would_obey(tmp_path, typed):
     name = "\x1b]0;owned\x07\r\u202e"
     build(tmp_path / name, {"metrics.jsonl": HEALTHY})

@@ -174,10 +174,8 @@ def test_arms_join_a_comparison_and_seeds_are_one_curve(ask, tmp_path):
     write(tmp_path / "gspo" / "seed_1" / "metrics.jsonl", line(1))
     many = state_of(ask, one["version"])
     assert [each["name"] for each in many["runs"]] == ["grpo/seed_1", "grpo/seed_2", "gspo/seed_1"]
-    assert (
-        many["curves"]["grpo"]["reward/reward"] == [[1], [0.2], [0.1], [0.3]]
-        and many["runs"][0]["id"] == one["runs"][0]["id"]
-    )
+    assert many["curves"]["grpo"]["reward/reward"] == [[1], [0.2], [0.1], [0.3]]
+    assert many["runs"][0]["id"] == one["runs"][0]["id"]
 
 
 def test_what_breaks_is_said_and_the_others_go_on(ask, tmp_path, run):
@@ -281,12 +279,8 @@ def test_responses_are_listed_by_damage_and_a_step_without_any_leads_to_the_near
 def test_responses_that_come_and_go_while_the_page_is_open(ask, run):
     path = run.with_name(FOLDER)
     assert state_of(ask)["runs"][0]["kept"] is None and ask("responses?run=0").json()["rows"] == []
-    append(path, [kept(1)])
-    version = state_of(ask)["version"]
-    (path / ".scratch.step_2.parquet").write_bytes(b"PAR1")  # being written
-    assert ask(f"state?since={version}").status_code == 204
-    append(path, [kept(2), kept(2)])
-    assert state_of(ask, version)["runs"][0]["kept"] == 3
+    append(path, [kept(1), kept(2), kept(2)])
+    assert state_of(ask)["runs"][0]["kept"] == 3
     cut_after(path, 1)  # a resume has cut it
     append(path, [kept(2)])
     assert state_of(ask)["runs"][0]["kept"] == 2
@@ -306,10 +300,7 @@ def test_a_response_has_its_tokens_as_data(ask, run):
     assert found["texts"] is found["prompt_text"] is None and found["token_ids"] == [0, 1, 0, 1]
     assert found["log_probs"] == ["NaN", "-Infinity", 0, 0]
     answer = ask(f"response?run=0&at={row['offset']}")
-    assert {answer.headers[name] for name in ("content-type", "x-content-type-options")} == {
-        "application/json",
-        "nosniff",
-    }
+    assert (answer.headers["content-type"], answer.headers["x-content-type-options"]) == ("application/json", "nosniff")
     found = answer.json()
     assert found["texts"] == [EVIL, "\n"] * 2 and found["identity"] == EVIL and found["prompt_text"] == "What?"
     assert found["turn"] == [1, 0, 2, 2] and found["words"] == list(DECISIONS)

@@ -218,8 +218,7 @@ function logTicks(low, high, base) {
   return Array.from({ length: Math.floor((to - from) / every) + 1 }, (_, n) => base ** (from + n * every));
 }
 
-/* Draw a panel. `full`: with title and legend, to stand alone. */
-function drawing(panel, width, height, night, full) {
+function drawing(panel, width, height, night) {
   const series = seriesOf(panel);
   const reached = 1.15 * Math.max(...series.map((each) => each.steps[each.steps.length - 1])); // a run that has just begun fills the plot
   const expected = panel !== DATA.panels[0] ? [] : page.expected.map((curve, number) => {
@@ -246,17 +245,11 @@ function drawing(panel, width, height, night, full) {
   top += room;
   if (log || low !== 0) bottom -= room;
   if (left === right) { left -= 1; right += 1; }
-  const ink = night ? "#e6e6e6" : "#202124", line = night ? "#43464c" : "#e1e3e6", ground = night ? "#121212" : "#ffffff";
-  const legend = full ? legendRows(series, expected, width, night, panel) : { rows: [], height: 0 };
-  const frame = { x: 70, y: full ? 40 : 14, width: width - 70 - 20, height: height - (full ? 40 : 14) - 40 - legend.height };
+  const ink = night ? "#e6e6e6" : "#202124", line = night ? "#43464c" : "#e1e3e6";
+  const frame = { x: 70, y: 14, width: width - 70 - 20, height: height - 14 - 40 };
   const x = (step) => frame.x + ((step - left) / (right - left)) * frame.width;
   const y = (value) => frame.y + (1 - (scale(value) - bottom) / (top - bottom)) * frame.height;
   const svg = shape("svg", { xmlns: NS, viewBox: `0 0 ${width} ${height}`, width, height, "font-family": "system-ui, sans-serif", "font-size": 12, fill: ink });
-  if (full) {
-    svg.append(shape("rect", { width, height, fill: ground }), shape("text", { x: frame.x, y: 24, "font-size": 16, "font-weight": 600 }, panel.title));
-    legend.rows.forEach((row) => row.setAttribute("transform", `translate(${frame.x} ${height - legend.height})`));
-    svg.append(...legend.rows);
-  }
   const unscale = log ? Math.exp : (value) => value;
   for (const tick of log ? logTicks(unscale(bottom), unscale(top), panel.log) : linearTicks(bottom, top, 6, false)) {
     svg.append(shape("line", { x1: frame.x, x2: frame.x + frame.width, y1: y(tick), y2: y(tick), stroke: line }),
@@ -309,16 +302,6 @@ function bandPath(each, x, y, fits) {
   return path;
 }
 
-function legendRows(series, expected, width, night, panel) {
-  const several = Object.keys(panel.metrics).length > 1;
-  const entries = [...series, ...expected].map((each) => ({ ...each, text: several && each.label ? `${each.name} · ${each.label}` : each.name }));
-  const wide = Math.min(width - 90, Math.max(...entries.map((each) => each.text.length), 1) * 7 + 50), columns = Math.max(1, Math.floor((width - 80) / wide));
-  const rows = entries.map((each, number) => shape("g", {}, shape("g", { transform: `translate(${(number % columns) * wide} ${Math.floor(number / columns) * 20})` },
-    shape("line", { x1: 0, x2: 26, y1: 8, y2: 8, stroke: each.colour === GREY ? GREY : inkOf(each.colour, night), "stroke-width": 2.5, "stroke-dasharray": each.dash }),
-    shape("text", { x: 32, y: 12 }, each.text))));
-  return { rows, height: Math.ceil(entries.length / columns) * 20 + 8 };
-}
-
 function showCurves() {
   const bands = new Set(page.runs.map((run) => run.curve)).size < page.runs.length;
   const long = Object.values(page.curves).some((found) => Object.values(found).some((curve) => curve.length > 2));
@@ -350,9 +333,7 @@ function figureOf(panel) {
   const plot = make("div", { class: "plot", tabindex: 0, role: "slider", "aria-label": `${panel.title} (${panel.unit}) over ${panel.axis}s`, "aria-describedby": "keys" });
   const tip = make("div", { class: "tip", hidden: true }), notes = make("small", { class: "grow" });
   const figure = { panel, plot, tip, notes, stale: true, at: null };
-  const button = (kind, save) => make("button", { type: "button", "data-save": kind, onclick: save, "aria-label": `${panel.title} as ${kind.toUpperCase()}` }, kind.toUpperCase());
-  figure.element = make("figure", { id: `figure-${panel.name}` }, make("h3", {}, panel.title), plot,
-    make("figcaption", { class: "bar" }, notes, make("span", { class: "buttons" }, button("svg", () => save(`${panel.name}.svg`, svgText(panel), "image/svg+xml")), " ", button("png", () => savePng(panel)))));
+  figure.element = make("figure", { id: `figure-${panel.name}` }, make("h3", {}, panel.title), plot, make("figcaption", { class: "bar" }, notes));
   plot.addEventListener("pointermove", (event) => point(figure, stepAt(figure, event)));
   plot.addEventListener("pointerleave", () => point(figure, null));
   plot.addEventListener("blur", () => point(figure, null));
@@ -365,7 +346,7 @@ function figureOf(panel) {
 function drawFigure(figure) {
   figure.stale = false;
   figure.width = figure.plot.clientWidth || 400;
-  const made = drawing(figure.panel, figure.width, 260, dark.matches, false);
+  const made = drawing(figure.panel, figure.width, 260, dark.matches);
   figure.made = made;
   figure.steps = [...new Set(made.series.flatMap((each) => each.steps))].sort((a, b) => a - b);
   const zeros = made.series.filter((each) => each.values.every((value) => value === 0 || (made.log && value < 0)));
@@ -430,27 +411,6 @@ function key(figure, event) {
   else if (event.key in moves) point(figure, steps[Math.min(steps.length - 1, Math.max(0, moves[event.key]))]);
   else return;
   event.preventDefault();
-}
-
-/* ---- files ---- */
-
-function save(name, content, type) {
-  const url = URL.createObjectURL(content instanceof Blob ? content : new Blob([content], { type }));
-  make("a", { href: url, download: name }).click();
-  setTimeout(() => URL.revokeObjectURL(url), 60000);
-}
-
-const SAVED = { width: 760, height: 460 };
-const svgText = (panel) => new XMLSerializer().serializeToString(drawing(panel, SAVED.width, SAVED.height, false, true).svg);
-
-function savePng(panel) {
-  const image = new Image();
-  image.onload = () => {
-    const canvas = make("canvas", { width: SAVED.width * 2, height: SAVED.height * 2 });
-    canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
-    canvas.toBlob((blob) => save(`${panel.name}.png`, blob), "image/png");
-  };
-  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(svgText(panel))}`;
 }
 
 /* ---- tokens ---- */
