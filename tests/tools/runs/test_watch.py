@@ -292,7 +292,7 @@ def test_responses_that_come_and_go_while_the_page_is_open(ask, run):
 
 def test_a_response_has_its_tokens_as_data(ask, run):
     odd = {"log_probs": np.array([np.nan, -np.inf, 0, 0], "f4"), "largest_gap": float("nan"), "reward": None}
-    bare = kept(2, prompt_text=None, pieces=None, **odd)
+    bare = kept(2, prompt_text=None, texts=None, **odd)
     append(run.with_name(FOLDER), [kept(turn=np.array([1, 0, 2, 2]), decisions=np.array([1, 0, 3, 1])), bare])
     without_text, row = ask("responses?run=0").json()["rows"]
     assert without_text["largest_gap"] == "NaN" and without_text["reward"] is None

@@ -4,7 +4,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,14 +35,11 @@ def as_json(content: Any) -> Any:
 
 
 class RunView:
-    """A run, or a place where one may begin, as it is shown. Whatever its files hold is its problem, and no error.
+    """A run, or a place where one may begin, as it is shown. Whatever its files hold is its problem, and no error."""
 
-    Without its metrics a run is unreadable; without what lies beside them it is shown all the same. Its reward is
-    compared with the curves of its recipe.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self.run, self.points = run, dict[str, Mapping[int, float]]()
+    def __init__(self, run: Run, number: int, seen: object = None) -> None:
+        self.run, self.number, self.seen = run, number, seen  # its number on the page, and what was seen of its file
+        self.points: Points = {}
         self.kept_folder = _kept_folder(run.path)
         self.kept: int | None = None  # responses with their tokens
         self._judge, self.alarms = MismatchAlarm(), list[Alarm]()
@@ -68,9 +65,8 @@ class RunView:
         """Judge where the run stands whose newest row has this age in seconds, and what it has kept; None: recorded."""
         kept, self._kept_problem = kept_in(self.kept_folder)
         self.kept = None if kept is None else len(kept)
-        self.status = RunStatus("unreadable")
-        if self.readable:
-            self.status = status_of(self.run, self.points, self._total, age)
+        standing = status_of(self.run, self.points, self._total, age)
+        self.status = standing if self.readable else RunStatus("unreadable")
 
     @property
     def problem(self) -> str:
@@ -82,10 +78,10 @@ class RunView:
         """Return what may change while the metrics do not."""
         return self.status.state, self.problem, self.kept
 
-    def content(self, number: int, colour: str) -> dict[str, Any]:
+    def content(self, colour: str) -> dict[str, Any]:
         """Return what the page shows of the run, but for its curves."""
         return {
-            "id": number,
+            "id": self.number,
             "name": self.run.name,
             "curve": self.run.curve,
             "colour": colour,
@@ -100,19 +96,18 @@ class RunView:
         }
 
 
-def page_content(views: Mapping[int, RunView], version: int = 1) -> dict[str, Any]:
-    """Return all that the page shows of runs, which have numbers: where they stand, and their curves.
+def page_content(views: Collection[RunView], version: int = 1) -> dict[str, Any]:
+    """Return all that the page shows of runs: where they stand, and a curve an arm.
 
-    Runs of one arm are one curve: steps, values, and of several seeds the smallest and the largest value. Expected
-    curves are shown where they are the same for all runs.
+    Expected curves are shown where they are the same for all runs.
     """
-    colours = colours_of([view.run for view in views.values()])
-    begun = [view for view in views.values() if view.points]
+    colours = colours_of([view.run for view in views])
+    begun = [view for view in views if view.points]
     expected = begun[0].expected if begun and all(view.expected == begun[0].expected for view in begun) else []
     measured = {name.partition("/")[0] for view in begun for name in view.points}
     return {
         "version": version,
-        "runs": as_json([view.content(number, colours[view.run.curve]) for number, view in views.items()]),
+        "runs": as_json([view.content(colours[view.run.curve]) for view in views]),
         "curves": {name: _curves_of([view.points for view in begun if view.run.curve == name]) for name in colours},
         "expected": [_expected_content(curve) for curve in expected],
         "missing": [panel.title for panel in PANELS if panel.name not in measured] if begun else [],
@@ -131,25 +126,20 @@ def _expected_content(curve: Run) -> dict[str, Any]:
 
 def recorded_content(runs: Sequence[Run]) -> dict[str, Any]:
     """Return what the page shows of runs that are not followed, which have different names."""
-    views = [RunView(run) for run in runs]
+    views = [RunView(run, number) for number, run in enumerate(runs)]
     for view in views:
         view.look()
-    return page_content(dict(enumerate(views)))
+    return page_content(views)
 
 
 class Live:
-    """All runs of some paths: files and folders of runs, and folders in which runs may begin. Any thread may ask.
-
-    Files are looked at again after `pause_seconds`, or four times the time that it took. A path that is not there, or
-    is given twice, is refused.
-    """
+    """All runs of some paths: files and folders of runs, and folders in which runs may begin. Any thread may ask."""
 
     def __init__(self, paths: Sequence[Path], pause_seconds: float = 0.5) -> None:
         self.paths = [path.absolute() for path in paths]
         self._pause, self._next_look = pause_seconds, -float("inf")
         self._lock = threading.Lock()
-        # By source, and whether a run has begun there: its number, what was seen of its file, and what is shown.
-        self._runs: dict[tuple[Path, bool], tuple[int, list[object], RunView]] = {}
+        self._runs: dict[tuple[Path, bool], RunView] = {}  # by source, and whether a run has begun there
         # A server that is started again must not take a page's version for its own.
         self._count, self._version = 0, time.time_ns() // 1_000_000
         names_of([source for path in paths for source in sources_in(path) or [path]])  # later, no path is refused
@@ -162,12 +152,12 @@ class Live:
     def changes(self, version: int) -> dict[str, Any] | None:
         """Return all that is to be shown, with its version; None where that is the version given."""
         newest, views = self._now()
-        return None if version == newest else page_content(views, newest)
+        return None if version == newest else page_content(views.values(), newest)
 
     def _now(self) -> tuple[int, dict[int, RunView]]:
         with self._lock:
             self._read_on()
-            return self._version, {number: view for number, _, view in self._runs.values()}
+            return self._version, {view.number: view for view in self._runs.values()}
 
     def _read_on(self) -> None:
         start = time.monotonic()
@@ -183,16 +173,15 @@ class Live:
         changed = any(key not in found for key in self._runs)
         former, self._runs = self._runs, {}
         for key, name in zip(found, names_of([source for source, _ in found]), strict=True):
-            self._runs[key], new = self._looked_at(*key, name, former.get(key))
-            changed |= new
+            shown = former[key].standing if key in former else None
+            self._runs[key] = view = self._look_at(*key, name, former.get(key))
+            changed |= view is not former.get(key) or view.standing != shown
         self._version += changed
         end = time.monotonic()
         self._next_look = end + max(self._pause, 4 * (end - start) if self._pause else 0)
 
-    def _looked_at(
-        self, source: Path, begun: bool, name: str, former: tuple[int, list[object], RunView] | None
-    ) -> tuple[tuple[int, list[object], RunView], bool]:
-        """Return a run, read again under a name if its file, or the name, has changed; and whether anything has."""
+    def _look_at(self, source: Path, begun: bool, name: str, view: RunView | None) -> RunView:
+        """Return a run as it is now, read again under a name if its file, or the name, has changed."""
         age, seen = None, list[object]([name])
         try:
             if begun:
@@ -200,15 +189,12 @@ class Live:
                 age, seen = max(0.0, time.time() - stat.st_mtime), [name, stat.st_ino, stat.st_size, stat.st_mtime_ns]
         except OSError as error:
             seen.append(error_in_one_line(error))
-        if former is not None and former[1] == seen:
-            number, _, view = former
-            shown = view.standing
-        else:
-            shown, view = None, RunView(_read(source, name) if begun else Run(name, source, []))
-            number = self._count if former is None else former[0]
-            self._count += former is None
+        if view is None or view.seen != seen:
+            number = self._count if view is None else view.number
+            self._count += view is None
+            view = RunView(_read(source, name) if begun else Run(name, source, []), number, seen)
         view.look(age)
-        return (number, seen, view), view.standing != shown
+        return view
 
 
 def _read(source: Path, name: str) -> Run:
@@ -250,10 +236,7 @@ def _summaries(file: Path, _written: int, _size: int) -> Sequence[KeptSummary]:
 
 
 def responses_content(folder: Path, step: int | None) -> dict[str, Any]:
-    """Return the responses of a step, or of all, of most damage first, as many as a step can have.
-
-    Where nothing was kept at the step, it is the nearest at which something was.
-    """
+    """Return the responses of a step, or the nearest with some, or of all steps; those of most damage first."""
     kept, problem = kept_in(folder)
     found = kept or []
     if step is not None and found:

@@ -18,10 +18,7 @@ _WIDTH, _HEIGHT, _LINE, _NAMES = 4.6, 3.4, 0.2, 3  # of a panel, and of a line o
 
 
 def draw_comparison(content: Mapping[str, Any]) -> Figure:
-    """Draw a curve for each arm over steps, given what the page shows.
-
-    Several runs of one arm (seeds) are one curve: their mean, with a shade from the smallest to the largest value.
-    """
+    """Draw a curve for each arm over steps, given what the page shows; of seeds the mean, with a shade."""
     curves = content["curves"]
     panels = [
         panel for panel in PANELS if panel.name in COMPARED and any(panel.curve in each for each in curves.values())

@@ -46,10 +46,9 @@ class Run:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read runs. A folder that `verl-precision compare` writes, of runs or of arms with seeds, stands for each of them.
+    """Read runs, also those of a folder of runs or arms; one that cannot be read has its problem in place of rows.
 
-    One that cannot be read has its problem in place of rows. A path that is not there, or is given twice, is refused,
-    and so is the first run where none can be read.
+    A path that is not there, or is given twice, is refused, and so is the first run where none can be read.
     """
     of_path = {path: sources_in(path) for path in paths}
     if empty := [path for path, sources in of_path.items() if not sources]:
@@ -75,10 +74,6 @@ def read_run(source: Path, name: str) -> Run:
     """Read a run from its file.
 
     A row whose line has no end yet is left out. Of a step that is there twice, the later row counts (a resumed run).
-
-    Raises:
-        VerlPrecisionError: If a whole line is no row, or the source cannot be read.
-        OSError: If the source is not there.
     """
     notes = list[str]()
     if os.path.isdir(source):
@@ -164,10 +159,7 @@ def refused(path: Path, problem: str, remedy: str, allowed: str = READABLE) -> C
 
 
 def sources_in(path: Path) -> list[Path]:
-    """Return the files that a path stands for; none where no run has begun.
-
-    A folder of which it cannot be said what to read stands for itself, and whoever reads it is told why.
-    """
+    """Return the files that a path stands for, none where no run has begun; an unclear folder stands for itself."""
     if not os.path.exists(path):
         raise refused(path, "there is no such file or folder", "Check the path.")
     if not os.path.isdir(path):

@@ -84,11 +84,7 @@ def application(live: Live, token: str) -> Starlette:
 
 
 def serve(live: Live, port: int, say: Callable[[str], None]) -> None:
-    """Serve this machine until Ctrl-C, after the page's address has been said; port 0: any that is free.
-
-    Raises:
-        ConfigurationError: If the port cannot be taken.
-    """
+    """Serve this machine until Ctrl-C, after the page's address has been said; port 0: any that is free."""
     try:
         listening = socket.create_server(("127.0.0.1", port))
     except OSError as error:

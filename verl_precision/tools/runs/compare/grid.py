@@ -82,11 +82,7 @@ def check_arguments(
     arms: Sequence[str] = (),
     seeds: Sequence[int] = (),
 ) -> list[PlannedRun]:
-    """Return the runs of a comparison, or refuse what cannot be compared, before anything starts.
-
-    Precisions and estimators are presets. Arms are names of the recipe's own, in place of both. The overrides are for
-    every run, and each arm runs with each seed.
-    """
+    """Return the runs of a comparison, or refuse what cannot be compared; the overrides are for every run."""
     require_recipe(config)
     if arms and (precisions or estimators):
         allowed, remedy = "--arm, or --precision and --estimator, not both", "Put -p and -e into the recipe's arms."

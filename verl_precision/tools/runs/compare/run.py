@@ -54,10 +54,7 @@ def command_of(recipe: Path, runs: Sequence[PlannedRun], overrides: Sequence[str
 
 @contextmanager
 def comparison_folder(parent: Path, command: dict[str, Any], anew: bool = False) -> Iterator[Path]:
-    """Yield the folder of an interrupted comparison with the same command, or else a new one; it is locked meanwhile.
-
-    With `anew`, interrupted ones are left alone. Two comparisons in one second are refused.
-    """
+    """Yield the folder of an interrupted comparison with the same command, or else a new one; it is locked meanwhile."""
     for path in () if anew else sorted(parent.glob(f"*/{COMMAND}"), reverse=True):
         if _interrupted(path, command) and take(path.parent) is None:
             try:
@@ -106,10 +103,8 @@ def compare_runs(
 ) -> list[Summary]:
     """Run a recipe once for each arm and seed, so many in parallel, each with a Ray of its own; write the comparison.
 
-    Runs that the folder's summary has are not repeated; one that is there goes on from its last checkpoint.
-
-    If a run fails, no other starts, those under way go on to their end, and finished runs stay in the folder.
-    Ctrl-C is raised after every process of every run has ended.
+    Runs that the folder's summary has are not repeated; one that is there goes on from its last checkpoint. If one
+    fails, no other starts, and those under way go on to their end.
     """
     finished = seconds_of_runs(folder)
     results = _results(runs, overrides, folder, finished)

@@ -43,10 +43,7 @@ class Summary:
 
 
 def summarise(rows: Rows, seconds_total: float, arm: str, **about: Any) -> Summary:
-    """Summarise a run by its metrics of each step; refuse one that has not measured what the comparison needs.
-
-    `about`: precision, estimator and seed, where they are known.
-    """
+    """Summarise a run, with precision, estimator and seed where known; refuse one that has not measured enough."""
     needed = (REWARD, LENGTH, LOG_PROB_GAP, K3_KL, PROBS_PEARSON, STEP_SECONDS)
     # Some steps may lack one: responses that are all equal have no correlation.
     of = {key: [row[key] for row in rows if key in row] for key in needed}
@@ -74,10 +71,7 @@ def summarise(rows: Rows, seconds_total: float, arm: str, **about: Any) -> Summa
 
 
 def ratios(summaries: list[Summary]) -> dict[str, dict[str, float]]:
-    """Return, for each arm after the first of its estimator, how many times larger that first arm's mismatch is.
-
-    An arm's mismatch is the mean over its seeds. One that is FP32's own rounding of log-probs, or zero, has no ratio.
-    """
+    """Return, for each arm after the first of its estimator, how many times larger that first arm's mismatch is."""
     found, firsts = {}, dict[str | None, tuple[str, float, float]]()
     for arm, runs in by_arm(summaries).items():
         gap, k3 = mean(run.log_prob_gap for run in runs), mean(run.k3_kl for run in runs)
@@ -136,10 +130,7 @@ _CELLS: dict[str, tuple[Callable[[Summary], float], str]] = {
 
 
 def table(summaries: list[Summary]) -> Table:
-    """Return the comparison as a table: one row for each arm, with means over its seeds, and one for each ratio.
-
-    The reward is the mean of the first steps -> that of the last.
-    """
+    """Return the comparison as a table: one row for each arm, with means over its seeds, and one for each ratio."""
     rows = []
     for arm, runs in by_arm(summaries).items():
         cells = [text.format(mean(value(run) for run in runs)) for value, text in _CELLS.values()]

