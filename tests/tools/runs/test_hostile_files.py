@@ -290,13 +290,6 @@ def test_a_report_has_every_run_that_can_be_read(runs, typed, tmp_path):
         assert code == 1 or not unread
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if is_unreadable(case)][::9])
-def test_alone_it_is_refused_in_words(runs, typed, case):
-    name = next(name for name, each in BAD.items() if each == case)
-    code, said = typed("report", runs / name)
-    assert code == 1 and "Traceback" not in said and CASES[case][1] in said
-
-
 def test_a_folder_whose_name_a_terminal_would_obey(tmp_path, typed):
     name = "\x1b]0;owned\x07\r\u202e"
     build(tmp_path / name, {"metrics.jsonl": HEALTHY})

@@ -46,12 +46,12 @@ def test_null_is_nan_words_are_left_out_and_a_step_logged_again_wins(tmp_path):
     assert run.notes == ("1 step(s) were logged more than once (a resumed run): the last counts",)
 
 
-def test_console_log_with_ray_prefix_colour_and_noise(tmp_path):
+def test_console_log_with_ray_prefix_colour_noise_and_values_that_are_none(tmp_path):
     prefix = "\x1b[36m(TaskRunnerV1 pid=11694)\x1b[0m "
     text = "start\nstep: nothing\n" + "".join(console_line(row, prefix) + "noise - a:1\n" for row in ROWS)
-    (tmp_path / "train.log").write_text(text)
+    (tmp_path / "train.log").write_text(f"{text}step:3 - a:1.0 - b:0.2(TaskRunner) - c\n")
     (run,) = read_runs([tmp_path / "train.log"])
-    assert run.rows == ROWS and run.notes == ()
+    assert run.rows == [*ROWS, {"step": 3, "a": 1.0}] and "2 value(s)" in run.notes[0]
 
 
 def test_verls_own_console_line_is_read(tmp_path):
@@ -64,12 +64,6 @@ def test_verls_own_console_line_is_read(tmp_path):
     (row,) = run.rows
     assert math.isnan(row.pop("nan")) and run.notes == ()
     assert row == {"step": 7, "a/x": 0.5, "b:c": 3.0, "on": 1.0, "off": 0.0, "tiny": -1e-30}
-
-
-def test_unreadable_values_of_a_log_are_counted(tmp_path):
-    (tmp_path / "train.log").write_text("step:1 - a:1.0 - b:0.2(TaskRunner) - c\n")
-    (run,) = read_runs([tmp_path / "train.log"])
-    assert run.rows == [{"step": 1, "a": 1.0}] and "2 value(s)" in run.notes[0]
 
 
 def test_a_folder_gives_its_file_and_a_folder_of_runs_each_run(tmp_path):

@@ -87,7 +87,7 @@ def reason(log: Path, returncode: int) -> str:
 
 
 def relevant_lines(lines: Iterable[str]) -> list[str]:
-    """Return why a run failed: the cause, a known remedy, and what followed; or where no error is, the end of the log."""
+    """Return why a run failed: the cause, a known remedy, and what followed; the end of a log without errors."""
     log, end = _Log(), deque[str](maxlen=LINES)
     for line in lines:
         clean = _CONTROL.sub("", line[:_LINE_CHARACTERS]).rstrip()

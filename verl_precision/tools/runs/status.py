@@ -92,10 +92,7 @@ def total_steps(source: Path) -> int | None:
 
 
 def read_expected(path: Path) -> dict[str, list[Run]]:
-    """Return the reward curves of each estimator, one for each precision.
-
-    The file has the columns precision, estimator, step and reward, and lines with `#`, which say where they come from.
-    """
+    """Return the reward curves of each estimator, one for each precision; lines with # say where they come from."""
     found: dict[str, dict[str, Rows]] = {}
     with open_regular(path, most=_MOST) as file:
         lines = [line for line in file.read().decode().splitlines() if not line.startswith("#")]
@@ -109,10 +106,7 @@ def read_expected(path: Path) -> dict[str, list[Run]]:
 
 
 def expected_of(source: Path) -> list[Run]:
-    """Return the curves beside the recipe that Hydra's copy in a run's folder names; none where none is known.
-
-    A run on a CPU has a tiny model, of which the paper says nothing.
-    """
+    """Return the curves beside the recipe that Hydra's copy in a run's folder names; none of a CPU's tiny model."""
     hydra = at(hydra_of(source, "hydra.yaml"), "hydra")
     sources, name = at(hydra, "runtime", "config_sources"), at(hydra, "job", "config_name")
     places = [each for each in sources if at(each, "schema") == "file"] if isinstance(sources, list) else []

