@@ -19,7 +19,6 @@ import typer
 from typer.testing import CliRunner
 
 from verl_precision import __version__
-from verl_precision.base.errors import RunFailedError
 from verl_precision.cli import app
 from verl_precision.cli.verb import console, silence_third_party
 from verl_precision.tools.runs.page import MARK
@@ -50,8 +49,6 @@ def type_in(root, tmp_path, monkeypatch):
     ("report OUT/nowhere --output OUT", 1, "there is no such file or folder"),
     ("report RUN --output OUT/report.html", 1, "is not a folder"),
     ("watch OUT/nowhere", 1, "there is no such file or folder"),
-    ("watch RUN --expected recipes/sanity/expected.csv", 2, "give both, or neither"),
-    ("watch RUN --host 203.0.113.1", 1, "this address cannot be taken"),
     ("recipes", 1, "FOLDER='recipes': it exists; nothing was written"),
     ("patch", 2, "give --list, or one of"),
     ("patch --check OUT", 1, "unknown tree"),
@@ -126,14 +123,6 @@ def test_what_a_verb_needs_is_named_before_it_does_anything(type_in, monkeypatch
     needs = {"watch": "jinja2 and starlette", "report": "jinja2"}.get(command.split()[0], "jinja2 and matplotlib")
     assert code == 1 and f"needs {needs}" in output and "pip install" in output
     assert not (tmp_path / "out").exists()
-
-
-def test_a_comparison_says_in_our_words_that_its_runs_do_not_compose(type_in, monkeypatch):
-    failed = Mock(side_effect=RunFailedError("verl ended with exit code 1"))
-    monkeypatch.setattr("verl_precision.tools.runs.compare.run.compare_runs", failed)
-    override = "actor_rollout_ref.rolout.dtype=half"
-    code, output = type_in("compare", "recipes/quickstart/quickstart.yaml", override, "--output", "OUT")
-    assert code == 1 and "Did you mean actor_rollout_ref.rollout.dtype?" in output
 
 
 @pytest.mark.parametrize("verb", typer.main.get_command(app).commands)

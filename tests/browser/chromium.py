@@ -24,8 +24,8 @@ SECONDS = 60  # the most that a test waits for something that comes within one o
 class Page:
     """The browser's one tab."""
 
-    def __init__(self, driver: webdriver.Chrome, downloads: Path) -> None:
-        self.driver, self.downloads = driver, downloads
+    def __init__(self, driver: webdriver.Chrome) -> None:
+        self.driver = driver
 
     def open(self, url: str, width: int = 1280, scheme: str = "light") -> None:
         """Open an address afresh, in a window of this width and with this colour scheme."""
@@ -87,12 +87,9 @@ def started(folder: Path) -> Iterator[Page]:
     for flag in (*FLAGS, f"--user-data-dir={folder / 'profile'}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
-    downloads = folder / "downloads"
-    downloads.mkdir()
     driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
     try:
         driver.set_script_timeout(SECONDS)
-        driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(downloads)})
-        yield Page(driver, downloads)
+        yield Page(driver)
     finally:
         driver.quit()

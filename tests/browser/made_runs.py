@@ -12,7 +12,7 @@ import uvicorn
 from kept_responses import response
 
 from verl_precision.tools.kept_tokens.kept_file import CLIPPED, DECISIONS, KEPT, NOT_OURS, append, beside
-from verl_precision.tools.runs.live import Live
+from verl_precision.tools.runs.content import Live
 from verl_precision.tools.runs.server import application
 
 TOKEN = "a-token-of-a-test"

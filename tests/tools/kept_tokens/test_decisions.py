@@ -10,19 +10,25 @@ import numpy as np
 import pytest
 import torch
 from composer import compose_estimator
-from kept_responses import GRPO, response
+from kept_responses import GRPO
 
 from verl_precision.losses import POLICY_LOSSES
 from verl_precision.losses.registry import LossInUse
 from verl_precision.losses.settings import ClipRange
 from verl_precision.presets import preset_names
-from verl_precision.tools.kept_tokens.decisions import LOST, OTHERS, Tokens, decide, decisions_of
+from verl_precision.tools.kept_tokens.decisions import LOST, Tokens, decide
 from verl_precision.tools.kept_tokens.kept_file import DECISIONS
 
 sys.path.append(str(Path(__file__).parents[2] / "losses"))
 from plain_equations import case_for, plain_gradient, random_case
 
-BY_NAME = {other.name.removesuffix(", bypass mode"): other for other in OTHERS}
+WEIGHED = {"grpo_token_tis": 2.0, "grpo_seq_mis": 3.0, "geo_mask": "0.999_1.001", "icepop": "0.5_5.0", "kpop": 0.1}
+BY_NAME = {
+    name: LossInUse(name, "vp_grpo", {}, False, f"vp_{name.removeprefix('grpo_')}", C) for name, C in WEIGHED.items()
+}
+DIRECT = ("grpo", "gspo", "cispo", "pg_seq_tis", "pg_seq_mis", "dppo_tv", "dppo_kl", "off_policy_sequence_mask")
+BY_NAME |= {name: LossInUse(name, f"vp_{name}") for name in DIRECT}
+IN_BYPASS_MODE = ("grpo", "gspo", "cispo")
 WEIGHTS = replace(BY_NAME["grpo_token_tis"], loss="vp_ratio_one", bounds={})
 
 
@@ -131,19 +137,6 @@ def test_who_is_said_to_have_lost_its_gradient_has_none_and_nobody_else(name, se
     assert found & {"clipped", "masked", "truncated"}, "the case decides something"
 
 
-def test_the_page_gets_the_runs_own_first_and_each_other_once():
-    gaps, mu = np.array([0.0, 0.3], "f4"), np.full(2, -3.0, "f4")
-    ones = np.ones(2, "f4")
-    kept = response(
-        tokens=2, rollout_log_probs=mu, log_probs=mu + gaps, shadow_log_probs=None, advantages=ones,
-        mask=np.ones(2, "u1"), decisions=np.array([1, 3], "u1"), behind=0,
-    )  # fmt: skip
-    found = decisions_of(kept)
-    assert next(iter(found)) == "grpo, bypass mode" and found["grpo, bypass mode"] == ["kept", "phantom-clipped"]
-    assert list(found)[1:] == [other.name for other in OTHERS if other.name != "grpo, bypass mode"]
-    assert {len(codes) for codes in found.values()} == {2} and found["kpop"] == ["kept", "kept"]
-
-
 def test_any_registered_loss_can_be_asked():
     """Its own gradient decides, so that a loss that somebody adds needs nothing more."""
     for name, entry in POLICY_LOSSES.items():
@@ -154,7 +147,7 @@ def test_any_registered_loss_can_be_asked():
 
 
 @pytest.mark.parametrize("preset", preset_names("estimator"))
-def test_every_preset_is_known_and_the_others_shown_are_the_presets(preset):
+def test_every_preset_is_known_and_these_are_the_presets(preset):
     found = LossInUse.from_config(compose_estimator(preset))
     assert found.known
     if preset not in BY_NAME:
@@ -162,7 +155,7 @@ def test_every_preset_is_known_and_the_others_shown_are_the_presets(preset):
         return
     other = BY_NAME[preset]
     assert (found.loss, found.level, found.level_threshold) == (other.loss, other.level, other.level_threshold)
-    assert found.against_rollout == (other.against_rollout and not other.name.endswith("bypass mode"))
+    assert found.against_rollout == (other.against_rollout and preset not in IN_BYPASS_MODE)
     defaults = inspect.signature(POLICY_LOSSES[found.loss].function).parameters
     assert found.bounds == {name: defaults[name].default for name in found.bounds}, "the loss has the preset's numbers"
 

@@ -24,7 +24,6 @@ DIED = """ray.exceptions.ActorDiedError: The actor died unexpectedly before fini
 The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker \
 unexpectedly exits with a connection error code 2. End of file. There are some potential root causes. (1) The process \
 is killed by SIGKILL by OOM killer due to high memory usage. (2) ray stop --force is called. (3) SIGSEGV."""
-FIT = f'{HEAD}\n  File "verl/ray_trainer.py", line 769, in fit\n    out = self.ref.compute(batch)\n{DIED}'
 W, SERVER, CORE = (
     "(WorkerDict pid=11) ",
     "(Server pid=3) ",
@@ -92,7 +91,6 @@ CAUSES = [  # the log before an actor's death is heard of, and what the first li
     ("The node was low on resource: ephemeral-storage.", "ephemeral-storage"),
     ("[12345.6] Out of memory: Killed process 77 (ray::WorkerDict)", "Killed process 77"),
     ("(raylet) [2025-04-02 15:02:00,117 E 13 13] (raylet) n.cc:3: 1 killed due to memory pressure", "1 killed"),
-    ("(autoscaler +5s) Error: No available node types can fulfill {'GPU': 8}.", "No available node types"),
     (raised(VALIDATION, "  Value error, max_model_len (32768) is greater", by=SERVER), "max_model_len (32768)"),
     (raised("omegaconf.errors.ConfigKeyError: Key 'foo'", "    full_key: a.foo", "    object_type=dict"), "key: a.foo"),
     (raised("hydra.errors.InstantiationException: Error locating target 'x'", "full_key: a.b"), "full_key: a.b"),
@@ -102,8 +100,6 @@ CAUSES = [  # the log before an actor's death is heard of, and what the first li
     (said("[rank1]: ", HEAD, FRAME, "data.Halt: the data ended"), "data.Halt: the data ended"),
     ("\n".join(f"2025-07-03T14:20:51.{i}Z {x}" for i, x in enumerate((HEAD, FRAME, "x.Key: it", "  at: a.b"))), "a.b"),
     (said("[2025-05-10 00:18:27] ", HEAD, FRAME, "data.Halt: ended"), "data.Halt: ended"),
-    (said("[pod/head-0/ray] ", HEAD, FRAME, "data.Halt: ended"), "data.Halt: ended"),
-    (said("worker-1  | ", HEAD, FRAME, "data.Halt: ended"), "data.Halt: ended"),
     (AT_A_TIME, "queue.Full | at b.py:2 in g"),
     (said(CORE, "EngineCore failed to start.", HEAD, FRAME, "ValueError: No memory for the cache."), "No memory"),
     (f"{SERVER}{HEAD}\n{SERVER}RuntimeError: Engine core initialization failed. See root cause above.", "failed"),
@@ -113,8 +109,6 @@ CAUSES = [  # the log before an actor's death is heard of, and what the first li
     (said("", HEAD, FRAME, "socket.gaierror: Temporary failure", DIRECT, raised("OSError: We couldn't")), "gaierror"),
     (raised("OSError: [Errno 28] No space left on device: '/c'"), "No space left on device"),
     ("usage: x [-h]\nx.py: error: unrecognized arguments: --foo", "--foo"),
-    ("╭─── Traceback (most recent call last) ───╮\n│ x.py:7 in load │\n╰─────╯\nHalt: it ended", "Halt: it ended"),
-    (f'{{"level": "ERROR", "message": "{HEAD}\\n{FRAME}\\ndata.Halt: it ended"}}', "data.Halt: it ended"),
     (f"2026-11-21 04:07:31.150 | ERROR    | x:f:12 - no\n{HEAD}\n\n{FRAME}\n    └ 1\n\ndata.Halt: it", "data.Halt: it"),
     (raised("RuntimeError: Caught KeyError in DataLoader worker 0.", f"Original {HEAD}", "KeyError: 7"), "Error: 7"),
     (said("", HEAD, "x.ProcessRaisedException: ", "", "-- It ended", HEAD, FRAME, "ValueError: it"), "Error: it"),
@@ -139,15 +133,6 @@ def test_the_cause_is_named_first(log, cause):
 def test_what_hydra_says_without_a_traceback_is_all_there():
     words = ["Could not override 'actor.foo'.", "To append to your config use +actor.foo=1", "    full_key: actor.foo"]
     assert relevant_lines([*words, "", "Set the environment variable HYDRA_FULL_ERROR=1"])[:3] == words
-
-
-def test_of_echoes_alone_the_last_traceback_is_shown():
-    report = relevant_lines(f"{FIT}\n\n{DIED}".split("\n"))
-    assert report[0].startswith("ray.exceptions.ActorDiedError") and "SYSTEM_ERROR" in report[0]
-    assert report[-1] == "at verl/ray_trainer.py:769 in fit: out = self.ref.compute(batch)"
-    last = said("", HEAD, '  File "a.py", line 1, in main', FRAME, "ray.exceptions.NodeDiedError: it is gone")
-    report = relevant_lines(f"{FIT}\n\n{last}".split("\n"))
-    assert report == ["ray.exceptions.NodeDiedError: it is gone", "at x.py:7 in load", "at a.py:1 in main"]
 
 
 def test_the_rest_of_a_chain_follows():

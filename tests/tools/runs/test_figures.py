@@ -7,14 +7,14 @@ import pytest
 import yaml
 from matplotlib.colors import to_hex
 
-from verl_precision.base.errors import ConfigurationError
 from verl_precision.presets import preset_names
-from verl_precision.tools.runs.content import RunView, page_content, recorded_content
+from verl_precision.tools.runs import content
+from verl_precision.tools.runs.content import recorded_content
 from verl_precision.tools.runs.curves import band_of, colours_of
-from verl_precision.tools.runs.expected import expected_of, read_expected
 from verl_precision.tools.runs.figures import draw_comparison
 from verl_precision.tools.runs.read import REWARD, Run
-from verl_precision.tools.show.colours import COLOURS, GREY, PRECISIONS
+from verl_precision.tools.runs.status import expected_of, read_expected
+from verl_precision.tools.show.colours import COLOURS, PRECISIONS
 
 
 def run_of(name: str, rewards=(0.0, 1.0), k3=(1e-5, 1e-4), **more) -> Run:
@@ -23,23 +23,23 @@ def run_of(name: str, rewards=(0.0, 1.0), k3=(1e-5, 1e-4), **more) -> Run:
     return Run(name, Path(name), rows)
 
 
-def drawn(*runs: Run, expected=()):
-    return draw_comparison(recorded_content(runs, expected))
+def drawn(*runs: Run):
+    return draw_comparison(recorded_content(runs))
 
 
 def lines_of(axes) -> list[tuple[str, list[float]]]:
     return [(to_hex(line.get_color()), list(line.get_ydata())) for line in axes.lines]
 
 
-def test_seeds_are_one_line_at_the_mean_and_a_shade_and_the_papers_curve_is_grey():
+def test_seeds_are_one_line_at_the_mean_and_a_shade():
     runs = [run_of(f"bf16/seed_{seed}", (0.0, seed)) for seed in (1, 2, 6)] + [run_of("fp16", (0.5, 0.5))]
-    figure = drawn(*runs, expected=[run_of("paper: fp16", (0.1, 0.9))])
+    figure = drawn(*runs)
     reward, k3 = figure.axes
-    assert lines_of(reward) == [(GREY, [0.1, 0.9]), (COLOURS[0], [0, 3]), (COLOURS[1], [0.5, 0.5])]
+    assert lines_of(reward) == [(COLOURS[0], [0, 3]), (COLOURS[1], [0.5, 0.5])]
     (shade,) = reward.collections
     assert {tuple(point) for point in shade.get_paths()[0].vertices} == {(1, 0), (2, 1), (2, 6)}
     assert to_hex(shade.get_facecolor()[0]) == COLOURS[0] and k3.get_yscale() == "log" and len(k3.lines) == 2
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["paper: fp16", "bf16", "fp16"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["bf16", "fp16"]
 
 
 def test_a_panel_that_no_run_has_measured_is_left_out_and_zeros_alone_are_on_a_linear_axis():
@@ -78,7 +78,7 @@ def test_the_files_of_the_recipes(path):
     estimators = {line.split(",")[1] for line in text.splitlines()[4:]}
     assert estimators <= set(preset_names("estimator"))
     for estimator in estimators:
-        curves = read_expected(path, estimator)
+        curves = read_expected(path)[estimator]
         assert [curve.name for curve in curves] == ["paper: bf16", "paper: fp16"]
         for curve in curves:
             steps = [row["step"] for row in curve.rows]
@@ -91,7 +91,7 @@ def test_what_the_paper_says_in_words_is_on_the_curves():
     """Section 4.2: peaks of 73%, 82% and 95% in BF16; 99% in FP16, which figure 1 shows as 0.97 to 0.99."""
     assert FILES[-1].parent.name == "sanity"
     for estimator, expected in (("grpo", 0.73), ("grpo_token_tis", 0.82), ("grpo_seq_mis", 0.95)):
-        bf16, fp16 = (max(row[REWARD] for row in curve.rows) for curve in read_expected(FILES[-1], estimator))
+        bf16, fp16 = (max(row[REWARD] for row in curve.rows) for curve in read_expected(FILES[-1])[estimator])
         assert bf16 == pytest.approx(expected, abs=0.015) and fp16 > 0.97
 
 
@@ -110,33 +110,8 @@ def test_a_run_has_those_of_its_recipe_and_estimator_and_none_of_a_tiny_model(tm
     assert expected_of(tmp_path / "no such folder") == []
 
 
-def test_runs_that_belong_to_other_curves_of_the_paper_share_none():
-    def expected(*names: str) -> list:
-        views = [RunView(run_of(name), [run_of(f"paper: {name}")]) for name in names]
-        for view in views:
-            view.look()
-        return [curve["name"] for curve in page_content(dict(enumerate(views)), {})["expected"]]
-
-    assert expected("a", "a") == ["paper: a"] and expected("a", "b") == []
-
-
-@pytest.mark.parametrize(("content", "words"), [
-    ("step,reward\n1,0.5\n", "expected.csv.*estimator"),
-    ("precision,estimator,step,reward\nfp16,grpo,1,high\n", "expected.csv.*high"),
-    ("precision,estimator,step,reward\nfp16,gspo,1,0.5\n", "--estimator grpo: .*no curve of it. Allowed: gspo"),
-])  # fmt: skip
-def test_refused(tmp_path, content, words):
-    path = tmp_path / "expected.csv"
-    path.write_text(content)
-    with pytest.raises(ConfigurationError, match=words):
-        read_expected(path, "grpo")
-
-
-def test_the_command(tmp_path, root, typed):
-    path = tmp_path / "page.html"
-    words = ["report", root / "tests" / "data" / "quickstart", "--output", path, "--expected", FILES[-1]]
-    code, said = typed(*words, "--estimator", "grpo")
-    assert code == 0, said
-    text = path.read_text()
-    assert "paper: fp16" in text
-    assert typed(*words)[0] == 2
+def test_runs_that_belong_to_other_curves_of_the_paper_share_none(monkeypatch):
+    monkeypatch.setattr(content, "expected_of", lambda path: [run_of(f"paper: {path}")])
+    same, other = run_of("a"), run_of("b")
+    assert [curve["name"] for curve in recorded_content([same])["expected"]] == ["paper: a"]
+    assert recorded_content([same, other])["expected"] == []

@@ -34,11 +34,6 @@ def test_stages_are_reached_in_order_and_never_left_backwards():
     assert launch.TOTAL_STEPS.search(line).group(1) == "4"
 
 
-def test_command_is_what_a_user_would_type(root):
-    typed = f"-m verl.trainer.main_ppo --config-dir {root}/recipes/quickstart --config-name quickstart precision=fp16"
-    assert launch.verl_command(root / RECIPE, ["precision=fp16"])[1:] == typed.split()
-
-
 def test_failure_names_log_and_reason_within_seconds(tmp_path, root, monkeypatch):
     monkeypatch.chdir(root)
     seen, folder = [], tmp_path / "run"

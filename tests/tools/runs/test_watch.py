@@ -5,13 +5,13 @@ import os
 import re
 import socket
 import threading
-import urllib.error
 import urllib.request
 from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import uvicorn
 import yaml
 from hypothesis import example, given
 from kept_responses import response
@@ -19,13 +19,11 @@ from starlette.testclient import TestClient
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.tools.kept_tokens.kept_file import DECISIONS, FOLDER, KeptResponse, append, cut_after
-from verl_precision.tools.runs import live as live_module
+from verl_precision.tools.runs import content as content_module
+from verl_precision.tools.runs.content import Live
 from verl_precision.tools.runs.curves import BUCKETS, band_of, downsampled
-from verl_precision.tools.runs.kept import SHOWN_PROMPT, SHOWN_TOKENS
-from verl_precision.tools.runs.live import Live
 from verl_precision.tools.runs.read import REWARD
-from verl_precision.tools.runs.server import application
-from verl_precision.tools.runs.status import duration_text
+from verl_precision.tools.runs.server import application, serve
 
 TOKEN = "a-token_of_the_test"
 EVIL = '</script><img src=x onerror="alert(1)">&amp;'
@@ -107,37 +105,22 @@ def test_the_page_loads_nothing_and_knows_nothing(ask, run):
 
 
 def test_a_real_server_sends_a_dotted_path_nowhere(tmp_path, run, monkeypatch):
-    """Over a socket, where no client tidies the path up; and Ctrl-C ends it."""
-    import uvicorn
-
-    from verl_precision.tools.runs.server import serve
-
-    servers, said, told = [], [], threading.Event()
-
-    class Server(uvicorn.Server):
-        def __init__(self, config):
-            super().__init__(config)
-            servers.append(self)
-
-    monkeypatch.setattr(uvicorn, "Server", Server)
-    thread = threading.Thread(
-        target=serve, args=(Live([tmp_path]), "127.0.0.1", 0, lambda url: (said.append(url), told.set()))
-    )
+    """Over a socket, where no client tidies the path up."""
+    said, told, servers = [], threading.Event(), []
+    start = uvicorn.Server.run
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, **more: (servers.append(self), start(self, **more)))
+    thread = threading.Thread(target=serve, args=(Live([tmp_path]), 0, lambda url: (said.append(url), told.set())))
     thread.start()
     try:
         assert told.wait(60)
         with urllib.request.urlopen(said[0] + "state", timeout=60) as answer:
             assert json.load(answer)["runs"][0]["name"] == "fp16"
-        host, port, token = re.fullmatch(r"http://(.*):(\d+)/([\w-]{32})/", said[0]).groups()
-        with socket.create_connection((host, int(port)), timeout=60) as raw:
-            raw.sendall(
-                f"GET /{token}/../../../etc/passwd HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
-            )
-            assert raw.makefile("rb").read().startswith(b"HTTP/1.1 404")
-        with pytest.raises(urllib.error.HTTPError, match="403"):
-            urllib.request.urlopen(f"http://{host}:{port}/state", timeout=60)
-        with pytest.raises(ConfigurationError, match=f"--port {port}: this address cannot be taken.*--port 0"):
-            serve(Live([tmp_path]), "127.0.0.1", int(port), said.append)
+        port, token = re.fullmatch(r"http://127.0.0.1:(\d+)/([\w-]{32})/", said[0]).groups()
+        with socket.create_connection(("127.0.0.1", int(port)), timeout=60) as raw:
+            raw.sendall(f"GET /{token}/../../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            assert raw.recv(12) == b"HTTP/1.1 404"
+        with pytest.raises(ConfigurationError, match=f"--port {port}: this port cannot be taken.*--port 0"):
+            serve(Live([tmp_path]), int(port), said.append)
     finally:
         for server in servers:
             server.should_exit = True
@@ -152,19 +135,15 @@ def state_of(ask, since: int = 0) -> dict:
     return ask(f"state?since={since}").json()
 
 
-def test_nothing_is_sent_when_nothing_is_new_and_only_what_is_when_something_is(ask, tmp_path, run):
+def test_nothing_is_sent_when_nothing_is_new(ask, tmp_path, run):
     write(tmp_path / "bf16" / "metrics.jsonl", line(1))
     first = state_of(ask)
     assert [each["name"] for each in first["runs"]] == ["bf16", "fp16"] and first["curves"].keys() == {"bf16", "fp16"}
     assert ask(f"state?since={first['version']}").status_code == 204
     write(run, line(3), "a")
     second = state_of(ask, first["version"])
-    assert second["curves"].keys() == {"fp16"} and second["curves"]["fp16"]["reward/reward"] == [
-        [1, 2, 3],
-        [0.1, 0.2, 0.3],
-    ]
+    assert second["curves"]["fp16"]["reward/reward"] == [[1, 2, 3], [0.1, 0.2, 0.3]]
     assert second["runs"][1]["standing"]["step"] == 3
-    assert state_of(ask, 10**9)["curves"].keys() == {"bf16", "fp16"}, "a page of another start begins anew"
 
 
 def test_a_resumed_series_goes_back_and_on(ask, run):
@@ -179,13 +158,13 @@ def test_a_resumed_series_goes_back_and_on(ask, run):
 
 
 def test_a_run_begins_while_the_page_is_open(ask, tmp_path):
-    (tmp_path / "hydra").mkdir()
-    found = state_of(ask)
-    assert [(each["standing"]["state"], each["curve"]) for each in found["runs"]] == [("waiting", tmp_path.name)]
-    run = write(tmp_path / "metrics.jsonl", "")
-    assert [each["standing"]["state"] for each in state_of(ask, found["version"])["runs"]] == ["waiting"]
-    write(run, line(1))
-    assert [each["standing"]["state"] for each in state_of(ask)["runs"]] == ["running"]
+    run = tmp_path / "metrics.jsonl"
+    for text, state in ((None, "waiting"), ("", "waiting"), (line(1), "running")):
+        if text is not None:
+            write(run, text)
+        assert [(each["standing"]["state"], each["curve"]) for each in state_of(ask)["runs"]] == [
+            (state, tmp_path.name)
+        ]
 
 
 def test_arms_join_a_comparison_and_seeds_are_one_curve(ask, tmp_path):
@@ -195,10 +174,8 @@ def test_arms_join_a_comparison_and_seeds_are_one_curve(ask, tmp_path):
     write(tmp_path / "gspo" / "seed_1" / "metrics.jsonl", line(1))
     many = state_of(ask, one["version"])
     assert [each["name"] for each in many["runs"]] == ["grpo/seed_1", "grpo/seed_2", "gspo/seed_1"]
-    assert (
-        many["curves"]["grpo"]["reward/reward"] == [[1], [0.2], [0.1], [0.3]]
-        and many["runs"][0]["id"] == one["runs"][0]["id"]
-    )
+    assert many["curves"]["grpo"]["reward/reward"] == [[1], [0.2], [0.1], [0.3]]
+    assert many["runs"][0]["id"] == one["runs"][0]["id"]
 
 
 def test_what_breaks_is_said_and_the_others_go_on(ask, tmp_path, run):
@@ -226,7 +203,7 @@ def test_the_state_is_judged_by_the_newest_row_and_the_time_of_a_step(run, monke
     if total is not None:
         text = f"Training Progress:   0%|  | 0/9\nTraining Progress:  8%|▊  | 2/{total} [1\n"
         write(run.with_name("train.log"), text)
-    monkeypatch.setattr(live_module.time, "time", lambda: run.stat().st_mtime + age)
+    monkeypatch.setattr(content_module.time, "time", lambda: run.stat().st_mtime + age)
     (found,) = Live([run]).views().values()
     assert (found.status.state, found.status.total, found.status.seconds_left) == (state, total, left)
     write(run, line(1, **{"timing_s/step": 900.0}))
@@ -243,24 +220,13 @@ def test_a_run_is_compared_with_its_recipes_curve_and_its_config_says_how_long_i
     write(tmp_path / "hydra" / ".hydra" / "config.yaml", yaml.safe_dump({"trainer": {"total_training_steps": 150}}))
     (found,) = Live([run]).views().values()
     assert found.status.total == 150 and found.status.seconds_left == 500.0
-    assert found.status.now["paper: fp16"].startswith("0.") and " at step " in found.status.now["paper: fp16"]
+    assert [curve.name for curve in found.expected] == ["paper: bf16", "paper: fp16"]
 
 
 def test_numbers_at_the_top(run):
-    more = {"actor/is_weight_ess_fraction": 0.25, "precision/skipped_steps": 1.0, "weight_sync/canary_gap": 1e-6}
-    write(run, line(1, **more, **{"perf/throughput": 123.0}) + line(2, **more, **{"weight_sync/canary_bound": 1e-5}))
+    write(run, line(1) + line(2, **{"actor/is_weight_ess_fraction": 0.25, "weight_sync/canary_gap": 1e-6}))
     (found,) = Live([run]).views().values()
-    assert found.status.now == {
-        "reward": "0.2", "k3": "10⁻⁵", "effective sample": "25.0%", "canary": "10⁻⁶ of 10⁻⁵",
-        "skipped updates": "2", "tokens/s per GPU": "123",
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(None, ""), (8.04, "8.04 s"), (180, "0:03:00"), (3.1e5, "3 days, 14:06:40")]
-)
-def test_times_as_people_say_them(seconds, text):
-    assert duration_text(seconds) == text
+    assert found.status.now == {"reward": "0.2", "k3": "10⁻⁵", "effective sample": "0.25", "canary": "10⁻⁶"}
 
 
 def test_once_prints_the_same(tmp_path, typed, run):
@@ -268,7 +234,7 @@ def test_once_prints_the_same(tmp_path, typed, run):
     (tmp_path / "later").mkdir()
     code, said = typed("watch", run, tmp_path / "later", "--once")
     assert code == 0 and "k3_growth" in said and "match the precisions" in said
-    assert re.search(r"later +waiting", said) and re.search(r"fp16 +running .* 60 +10 s", said)
+    assert re.search(r"later +waiting", said) and re.search(r"fp16 +running .* 60 ", said)
     write(run, "no row\n")
     code, said = typed("watch", run, "--once")
     assert code == 1 and "not a metrics file" in " ".join(said.split())
@@ -291,12 +257,9 @@ def test_a_thinned_curve_keeps_its_extremes_its_ends_its_gaps_and_the_steps_of_i
 
 
 def test_five_thousand_steps_are_a_few_hundred_points_and_a_spike_has_its_own():
-    spiky = {step: 1.0 if step == 3333 else 0.0 for step in range(5000)}
-    steps, means, lows, highs = band_of([spiky])
+    steps, means, lows, highs = band_of([{step: 1.0 if step == 3333 else 0.0 for step in range(5000)}])
     assert len(steps) == BUCKETS and max(highs) == 1.0 and max(lows) == 0.0
     assert steps[highs.index(1.0)] == 3333 and 0 < means[highs.index(1.0)] < 0.1
-    seeds = band_of([spiky, {step: -value for step, value in spiky.items()}])
-    assert seeds[0][seeds[3].index(1.0)] == 3333 and min(seeds[2]) == -1.0 and {*seeds[1]} == {0.0}
 
 
 # Kept tokens
@@ -316,12 +279,8 @@ def test_responses_are_listed_by_damage_and_a_step_without_any_leads_to_the_near
 def test_responses_that_come_and_go_while_the_page_is_open(ask, run):
     path = run.with_name(FOLDER)
     assert state_of(ask)["runs"][0]["kept"] is None and ask("responses?run=0").json()["rows"] == []
-    append(path, [kept(1)])
-    version = state_of(ask)["version"]
-    (path / ".scratch.step_2.parquet").write_bytes(b"PAR1")  # being written
-    assert ask(f"state?since={version}").status_code == 204
-    append(path, [kept(2), kept(2)])
-    assert state_of(ask, version)["runs"][0]["kept"] == 3
+    append(path, [kept(1), kept(2), kept(2)])
+    assert state_of(ask)["runs"][0]["kept"] == 3
     cut_after(path, 1)  # a resume has cut it
     append(path, [kept(2)])
     assert state_of(ask)["runs"][0]["kept"] == 2
@@ -333,7 +292,7 @@ def test_responses_that_come_and_go_while_the_page_is_open(ask, run):
 
 def test_a_response_has_its_tokens_as_data(ask, run):
     odd = {"log_probs": np.array([np.nan, -np.inf, 0, 0], "f4"), "largest_gap": float("nan"), "reward": None}
-    bare = kept(2, prompt_text=None, pieces=None, **odd)
+    bare = kept(2, prompt_text=None, texts=None, **odd)
     append(run.with_name(FOLDER), [kept(turn=np.array([1, 0, 2, 2]), decisions=np.array([1, 0, 3, 1])), bare])
     without_text, row = ask("responses?run=0").json()["rows"]
     assert without_text["largest_gap"] == "NaN" and without_text["reward"] is None
@@ -341,28 +300,15 @@ def test_a_response_has_its_tokens_as_data(ask, run):
     assert found["texts"] is found["prompt_text"] is None and found["token_ids"] == [0, 1, 0, 1]
     assert found["log_probs"] == ["NaN", "-Infinity", 0, 0]
     answer = ask(f"response?run=0&at={row['offset']}")
-    assert {answer.headers[name] for name in ("content-type", "x-content-type-options")} == {
-        "application/json",
-        "nosniff",
-    }
+    assert (answer.headers["content-type"], answer.headers["x-content-type-options"]) == ("application/json", "nosniff")
     found = answer.json()
     assert found["texts"] == [EVIL, "\n"] * 2 and found["identity"] == EVIL and found["prompt_text"] == "What?"
     assert found["turn"] == [1, 0, 2, 2] and found["words"] == list(DECISIONS)
     assert found["words"][found["decisions"][2]] == "phantom-clipped"
 
 
-def test_of_a_long_prompt_and_response_the_first_part_is_shown(ask, run):
-    prompt, tokens = "<b>é" * 2_500_000, SHOWN_TOKENS + 5
-    append(run.with_name(FOLDER), [kept(prompt_text=prompt, tokens=tokens, prompt_ids=np.arange(200_000))])
-    at = ask("responses?run=0").json()["rows"][0]["offset"]
-    answer = ask(f"response?run=0&at={at}")
-    found = answer.json()
-    assert len(found["prompt_text"]) == SHOWN_PROMPT and found["prompt_characters"] == len(prompt) == 10**7
-    assert len(found["token_ids"]) == SHOWN_TOKENS and found["length"] == tokens and len(answer.content) < 4_000_000
-
-
 def test_it_starts_without_torch_and_matplotlib(run_python):
-    """Seconds on a slow machine; what other estimators decide asks torch when somebody wants to know."""
+    """Seconds on a slow machine."""
     done = run_python(
         "import sys, verl_precision.tools.runs.server as s; print({'torch', 'matplotlib', 'verl'} & {*sys.modules})"
     )

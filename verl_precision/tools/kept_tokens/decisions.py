@@ -13,7 +13,7 @@ of a step, which sees the weights that the step begins with.
 """
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -26,23 +26,13 @@ from verl_precision.losses.registry import POLICY_LOSSES, LossInputs, LossInUse
 from verl_precision.losses.rollout_weights import WEIGHT_KINDS
 from verl_precision.losses.settings import ClipRange, LossSettings, require_threshold
 from verl_precision.tools.kept_tokens import kept_file
-from verl_precision.tools.kept_tokens.kept_file import CLIPPED, DECISIONS, MASKED, PHANTOM, TRUNCATED, KeptResponse
+from verl_precision.tools.kept_tokens.kept_file import CLIPPED, DECISIONS, MASKED, PHANTOM, TRUNCATED
 
 CODE = {name: code for code, name in enumerate(DECISIONS)}
 LOST = [CODE[name] for name in (CLIPPED, PHANTOM, MASKED)]  # a token with an advantage gave no gradient
 _ROUNDING = 1e-4  # a weight that a bound changes by less counts as unchanged
 _LARGEST_LOG_RATIO = math.log(1e30)  # of verl's own losses
 _OURS = {"token": "vp_token_tis", "sequence": "vp_seq_mis"}  # levels of verl -> what they are here
-
-WEIGHED = {"grpo_token_tis": 2.0, "grpo_seq_mis": 3.0, "geo_mask": "0.999_1.001", "icepop": "0.5_5.0", "kpop": 0.1}
-OTHERS = (
-    LossInUse("grpo, bypass mode", "vp_grpo"),
-    *(LossInUse(name, "vp_grpo", {}, False, f"vp_{name.removeprefix('grpo_')}", C) for name, C in WEIGHED.items()),
-    *(LossInUse(name, f"vp_{name}") for name in ("pg_seq_tis", "pg_seq_mis")),
-    *(LossInUse(f"{name}, bypass mode", f"vp_{name}") for name in ("gspo", "cispo")),
-    *(LossInUse(name, f"vp_{name}") for name in ("dppo_tv", "dppo_kl", "off_policy_sequence_mask")),
-)
-"""The presets whose decisions are shown beside the run's own; their losses have the presets' numbers by themselves."""
 
 
 class Decided(NamedTuple):
@@ -61,18 +51,6 @@ class Tokens:
     advantages: Tensor
     mask: Tensor
     shadow_log_probs: Tensor | None = None  # None: the rollout's stand for them, if the response is of present weights
-
-
-def decisions_of(response: KeptResponse) -> dict[str, list[str]]:
-    """Return what was decided of each token: by the run's own estimator as it was kept, then what `OTHERS` decide."""
-    own = LossInUse(**response.estimator_settings)
-    given = {part.name: getattr(response, part.name) for part in fields(Tokens)}
-    tokens = Tokens(**{name: torch.from_numpy(values) for name, values in given.items() if values is not None})
-    found = {own.name: response.decisions}
-    for other in OTHERS:
-        if (other.loss, other.against_rollout, other.level) != (own.loss, own.against_rollout, own.level):
-            found[other.name] = decide(other, tokens, not response.behind).codes
-    return {name: [DECISIONS[code] for code in codes.tolist()] for name, codes in found.items()}
 
 
 def decide(

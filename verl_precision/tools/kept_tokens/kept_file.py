@@ -4,7 +4,7 @@
 opens those of all steps. A file appears whole or not at all, so that whoever reads while the run goes on, or after it
 was killed, sees whole steps; a resume moves the files of later steps aside. Readers of a list read its columns alone.
 
-Reading needs NumPy and pyarrow. What other estimators would have decided: `decisions.py`, which needs torch.
+Reading needs NumPy and pyarrow.
 """
 
 import json

@@ -3,12 +3,11 @@
 compare/        one recipe in several precisions, estimators, arms and seeds: `verl-precision compare`
 launch          one run: start verl, follow its progress, end every process of it
 failure_report  why a run failed, from its log
-read            a run's rows, from any logger's files, and on from where they were left
+read            rows: a run's metrics, from its metrics file or log
 curves          which metrics are shown; a run's rows by metric, of a long curve a few hundred points
-status          where a run stands: state, time left, its numbers now; `expected`: what its recipe promises
-kept            the kept tokens of a run: a list of responses, and one of them
-content         all of that as JSON, for
+status          where a run stands: state, time left, its numbers now, and what its recipe promises
+content         all of that as JSON, recorded or followed, and the tokens that a run has kept, for
 page            the page, whose script (`page.js`) draws it: as one file (`verl-precision report`), or
-live, server    with the news of runs that train (`verl-precision watch`), and
+server          with the news of runs that train (`verl-precision watch`), and
 figures         the figure of a comparison as PNG
 """

@@ -1,21 +1,26 @@
-"""What the page shows of runs, as JSON: for the report, for the live page, and for the figure of a comparison."""
+"""What the page shows of runs, as JSON: of recorded ones, of those that are followed, and of the tokens they keep."""
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TypeVar
 
-from verl_precision.base.errors import error_in_one_line
+import numpy as np
+
+from verl_precision.base.errors import ConfigurationError, error_in_one_line
 from verl_precision.base.terminal import printable
 from verl_precision.mismatch.alarm import Alarm, MismatchAlarm
+from verl_precision.tools.kept_tokens import kept_file
+from verl_precision.tools.kept_tokens.kept_file import KeptResponse, KeptSummary
 from verl_precision.tools.runs.curves import PANELS, Points, band_of, colours_of, numbers_of, points_of
-from verl_precision.tools.runs.expected import expected_of
-from verl_precision.tools.runs.kept import folder_of, kept_in
-from verl_precision.tools.runs.read import Run
-from verl_precision.tools.runs.status import RunStatus, status_of, total_steps
+from verl_precision.tools.runs.read import Run, names_of, read_run, sources_in
+from verl_precision.tools.runs.status import RunStatus, expected_of, status_of, total_steps
 
 T = TypeVar("T")
-CurvesContent = Mapping[str, Any]  # curve -> steps, values, and of several seeds the smallest and the largest value
 
 
 def as_json(content: Any) -> Any:
@@ -30,23 +35,19 @@ def as_json(content: Any) -> Any:
 
 
 class RunView:
-    """A run, or a place where one may begin, as it is shown. Whatever its files hold is its problem, and no error.
+    """A run, or a place where one may begin, as it is shown. Whatever its files hold is its problem, and no error."""
 
-    Without its metrics a run is unreadable; without what lies beside them it is shown all the same. Its curves are
-    compared with those `expected`, or with those of its recipe where that is None.
-    """
-
-    def __init__(self, run: Run, expected: Sequence[Run] | None = None) -> None:
-        self.run, self.points = run, dict[str, Mapping[int, float]]()
-        self.kept_folder = folder_of(run.path)
+    def __init__(self, run: Run, number: int, seen: object = None) -> None:
+        self.run, self.number, self.seen = run, number, seen  # its number on the page, and what was seen of its file
+        self.points: Points = {}
+        self.kept_folder = _kept_folder(run.path)
         self.kept: int | None = None  # responses with their tokens
         self._judge, self.alarms = MismatchAlarm(), list[Alarm]()
         self._problems, self._kept_problem, self.status = [run.problem], "", RunStatus("waiting")
         self.readable = not run.problem and self._attempt(self._judged, False)
         self._total = self._attempt(lambda: total_steps(run.path), None) if run.rows else None
-        self.expected: Sequence[Run] = expected or ()
-        if expected is None and run.rows:
-            self.expected = self._attempt(lambda: expected_of(run.path), [])
+        none: list[Run] = []
+        self.expected = self._attempt(lambda: expected_of(run.path), none) if run.rows else none
 
     def _attempt(self, read: Callable[[], T], otherwise: T) -> T:
         try:
@@ -64,19 +65,23 @@ class RunView:
         """Judge where the run stands whose newest row has this age in seconds, and what it has kept; None: recorded."""
         kept, self._kept_problem = kept_in(self.kept_folder)
         self.kept = None if kept is None else len(kept)
-        self.status = RunStatus("unreadable")
-        if self.readable:
-            self.status = status_of(self.run, self.points, self._total, age, self.expected)
+        standing = status_of(self.run, self.points, self._total, age)
+        self.status = standing if self.readable else RunStatus("unreadable")
 
     @property
     def problem(self) -> str:
         """Return what of it cannot be read, and why, a line for each."""
         return "\n".join(map(printable, filter(None, (*self._problems, self._kept_problem))))
 
-    def content(self, number: int, colour: str) -> dict[str, Any]:
+    @property
+    def standing(self) -> tuple[object, ...]:
+        """Return what may change while the metrics do not."""
+        return self.status.state, self.problem, self.kept
+
+    def content(self, colour: str) -> dict[str, Any]:
         """Return what the page shows of the run, but for its curves."""
         return {
-            "id": number,
+            "id": self.number,
             "name": self.run.name,
             "curve": self.run.curve,
             "colour": colour,
@@ -91,42 +96,160 @@ class RunView:
         }
 
 
-def curves_of(runs: Iterable[Points]) -> CurvesContent:
-    """Return the curves of the runs of one arm, or of a run of its own."""
-    of_curve: dict[str, list[Mapping[int, float]]] = {}
-    for name, points in ((name, points) for run in runs for name, points in run.items()):
-        of_curve.setdefault(name, []).append(points)
-    return {name: as_json(band_of(seeds)) for name, seeds in of_curve.items()}
-
-
-def page_content(views: Mapping[int, RunView], curves: Mapping[str, CurvesContent], version: int = 1) -> dict[str, Any]:
-    """Return all that the page shows: runs by their numbers, and some or all of their curves.
+def page_content(views: Collection[RunView], version: int = 1) -> dict[str, Any]:
+    """Return all that the page shows of runs: where they stand, and a curve an arm.
 
     Expected curves are shown where they are the same for all runs.
     """
-    colours = colours_of([view.run for view in views.values()])
-    begun = [view for view in views.values() if view.points]
+    colours = colours_of([view.run for view in views])
+    begun = [view for view in views if view.points]
     expected = begun[0].expected if begun and all(view.expected == begun[0].expected for view in begun) else []
     measured = {name.partition("/")[0] for view in begun for name in view.points}
     return {
         "version": version,
-        "runs": as_json([view.content(number, colours[view.run.curve]) for number, view in views.items()]),
-        "curves": curves,
+        "runs": as_json([view.content(colours[view.run.curve]) for view in views]),
+        "curves": {name: _curves_of([view.points for view in begun if view.run.curve == name]) for name in colours},
         "expected": [_expected_content(curve) for curve in expected],
         "missing": [panel.title for panel in PANELS if panel.name not in measured] if begun else [],
     }
 
 
+def _curves_of(runs: Sequence[Points]) -> Mapping[str, Any]:
+    names = dict.fromkeys(name for run in runs for name in run)
+    return {name: as_json(band_of([run[name] for run in runs if name in run])) for name in names}
+
+
 def _expected_content(curve: Run) -> dict[str, Any]:
-    reward = curves_of([points_of(curve.rows)])[PANELS[0].curve]
+    reward = _curves_of([points_of(curve.rows)])[PANELS[0].curve]
     return {"name": curve.name, "path": printable(str(curve.path)), "points": reward}
 
 
-def recorded_content(runs: Sequence[Run], expected: Sequence[Run] | None = None) -> dict[str, Any]:
+def recorded_content(runs: Sequence[Run]) -> dict[str, Any]:
     """Return what the page shows of runs that are not followed, which have different names."""
-    views = [RunView(run, expected) for run in runs]
+    views = [RunView(run, number) for number, run in enumerate(runs)]
     for view in views:
         view.look()
-    names = dict.fromkeys(run.curve for run in runs)
-    own = {name: [view.points for view in views if view.run.curve == name] for name in names}
-    return page_content(dict(enumerate(views)), {name: curves_of(points) for name, points in own.items()})
+    return page_content(views)
+
+
+class Live:
+    """All runs of some paths: files and folders of runs, and folders in which runs may begin. Any thread may ask."""
+
+    def __init__(self, paths: Sequence[Path], pause_seconds: float = 0.5) -> None:
+        self.paths = [path.absolute() for path in paths]
+        self._pause, self._next_look = pause_seconds, -float("inf")
+        self._lock = threading.Lock()
+        self._runs: dict[tuple[Path, bool], RunView] = {}  # by source, and whether a run has begun there
+        # A server that is started again must not take a page's version for its own.
+        self._count, self._version = 0, time.time_ns() // 1_000_000
+        names_of([source for path in paths for source in sources_in(path) or [path]])  # later, no path is refused
+        self._read_on()
+
+    def views(self) -> dict[int, RunView]:
+        """Return the runs as they are now, in order, by their numbers."""
+        return self._now()[1]
+
+    def changes(self, version: int) -> dict[str, Any] | None:
+        """Return all that is to be shown, with its version; None where that is the version given."""
+        newest, views = self._now()
+        return None if version == newest else page_content(views.values(), newest)
+
+    def _now(self) -> tuple[int, dict[int, RunView]]:
+        with self._lock:
+            self._read_on()
+            return self._version, {view.number: view for view in self._runs.values()}
+
+    def _read_on(self) -> None:
+        start = time.monotonic()
+        if start < self._next_look:
+            return
+        found: dict[tuple[Path, bool], None] = {}
+        for path in self.paths:
+            try:
+                sources = sources_in(path)
+            except (ConfigurationError, OSError):  # it has gone, which its runs say
+                sources = [source for source, begun in self._runs if begun and path in (source, *source.parents)]
+            found |= dict.fromkeys([(source, True) for source in sources] or [(path, False)])
+        changed = any(key not in found for key in self._runs)
+        former, self._runs = self._runs, {}
+        for key, name in zip(found, names_of([source for source, _ in found]), strict=True):
+            shown = former[key].standing if key in former else None
+            self._runs[key] = view = self._look_at(*key, name, former.get(key))
+            changed |= view is not former.get(key) or view.standing != shown
+        self._version += changed
+        end = time.monotonic()
+        self._next_look = end + max(self._pause, 4 * (end - start) if self._pause else 0)
+
+    def _look_at(self, source: Path, begun: bool, name: str, view: RunView | None) -> RunView:
+        """Return a run as it is now, read again under a name if its file, or the name, has changed."""
+        age, seen = None, list[object]([name])
+        try:
+            if begun:
+                stat = source.stat()
+                age, seen = max(0.0, time.time() - stat.st_mtime), [name, stat.st_ino, stat.st_size, stat.st_mtime_ns]
+        except OSError as error:
+            seen.append(error_in_one_line(error))
+        if view is None or view.seen != seen:
+            number = self._count if view is None else view.number
+            self._count += view is None
+            view = RunView(_read(source, name) if begun else Run(name, source, []), number, seen)
+        view.look(age)
+        return view
+
+
+def _read(source: Path, name: str) -> Run:
+    try:
+        return read_run(source, name)
+    except Exception as error:
+        return Run(name, source, [], problem=error_in_one_line(error))
+
+
+def _kept_folder(source: Path) -> Path:
+    """Return where a run keeps its tokens, given its metrics, or the folder of them."""
+    if source.is_dir():
+        return source / kept_file.FOLDER
+    own = kept_file.beside(source)
+    return own if source.suffix == ".jsonl" or own.exists() else source.with_name(kept_file.FOLDER)
+
+
+def kept_in(folder: Path) -> tuple[list[KeptSummary] | None, str]:
+    """Return the responses that a run has kept, None where nothing was, and why something cannot be read."""
+    found, problem = list[KeptSummary](), ""
+    try:
+        files = kept_file.files_in(folder).values()
+    except ConfigurationError as error:
+        return [], error_in_one_line(error)
+    for file in files:
+        try:
+            stat = file.stat()
+            found += _summaries(file, stat.st_mtime_ns, stat.st_size)
+        except FileNotFoundError:  # a resume has just moved it away
+            pass
+        except (ConfigurationError, OSError) as error:
+            problem = problem or error_in_one_line(error)
+    return found if files else None, problem
+
+
+@functools.lru_cache(maxsize=2**15)
+def _summaries(file: Path, _written: int, _size: int) -> Sequence[KeptSummary]:
+    return kept_file.summaries_in(file)
+
+
+def responses_content(folder: Path, step: int | None) -> dict[str, Any]:
+    """Return the responses of a step, or the nearest with some, or of all steps; those of most damage first."""
+    kept, problem = kept_in(folder)
+    found = kept or []
+    if step is not None and found:
+        nearest = min((abs(each.step - step), each.step) for each in found)[1]
+        step, found = nearest, [each for each in found if each.step == nearest]
+    shown = sorted(found, key=lambda each: (-each.damage, each.step, each.offset))[: kept_file.MOST_RESPONSES]
+    return as_json({"step": step, "count": len(found), "rows": [vars(each) for each in shown], "problem": problem})
+
+
+def response_content(response: KeptResponse) -> dict[str, Any]:
+    """Return what the page shows of a response."""
+    content = {
+        name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in vars(response).items()
+    }
+    gap = abs(response.log_probs - response.rollout_log_probs).tolist()
+    return as_json(content | {"gap": gap, "words": kept_file.DECISIONS})

@@ -87,23 +87,17 @@ def band_of(seeds: Sequence[Mapping[int, float]]) -> list[list[float]]:
 def downsampled(steps: Sequence[int], rows: Sequence[Sequence[float]], buckets: int = BUCKETS) -> list[list[float]]:
     """Return a long curve, values or means, lows and highs, in so many buckets of steps: steps, means, lows, highs.
 
-    The mean of a bucket is NaN where a value in it is not finite; low and high are of those that are. Its step is that
-    of the value that is furthest from the mean, or not finite: who asks for a spike is led to it. The buckets at the
-    ends have the first and the last step.
+    The mean of a bucket is NaN where a value in it is not finite; low and high are of those that are. The step is that
+    of its largest value, so that a click on a spike leads there; those at the ends are the first and the last.
     """
     means, lows, highs = (np.array(row, dtype=np.float64) for row in (rows if len(rows) == 3 else [rows[0]] * 3))
     starts = np.unique([bucket * len(steps) // buckets for bucket in range(buckets)])
-    sizes = np.diff([*starts, len(steps)])
-    finite = np.isfinite(means)
-    whole = np.logical_and.reduceat(finite, starts)
-    mean = np.where(whole, np.add.reduceat(np.where(finite, means, 0.0), starts) / sizes, np.nan)
+    ends = [*starts[1:], len(steps)]
+    mean = np.add.reduceat(np.where(np.isfinite(means), means, np.nan), starts) / (ends - starts)
     low, high = (np.where(np.isfinite(row), row, np.nan) for row in (lows, highs))
-    away = np.fmax(high - np.repeat(mean, sizes), np.repeat(mean, sizes) - low)
-    away = np.where(np.repeat(whole, sizes), away, np.where(finite, -np.inf, np.inf))
-    shown = [
-        steps[start + int(np.argmax(away[start : start + size]))] for start, size in zip(starts, sizes, strict=True)
-    ]
-    shown[0], shown[-1] = steps[0], steps[-1]
+    highest = np.where(np.isnan(high), -np.inf, high)
+    spikes = [start + int(np.argmax(highest[start:end])) for start, end in zip(starts, ends, strict=True)]
+    shown = [steps[at] for at in (0, *spikes[1:-1], len(steps) - 1)]
     return [shown, mean.tolist(), np.fmin.reduceat(low, starts).tolist(), np.fmax.reduceat(high, starts).tolist()]
 
 

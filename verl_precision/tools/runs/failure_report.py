@@ -11,23 +11,20 @@ import signal
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 
 from verl_precision.base.files import table_of
 
 LINES = 10
 _CAUSE_WIDTH, _ECHO_WIDTH, _MESSAGE_LINES = 1200, 200, 10
-# Of a huge log the end is read; of a line the beginning; so many errors are remembered, first and last; and a traceback
-# with more lines of others in it is over.
-_LOG_BYTES, _LINE_CHARACTERS, _ERRORS, _BETWEEN = 2**25, 4000, 400, 20
+# Of a huge log the end is read; of a line the beginning; and a traceback with more lines of others in it is over.
+_LOG_BYTES, _LINE_CHARACTERS, _BETWEEN = 2**25, 4000, 20
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
 _LEVEL = "DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL|[DIWEF]"
 # Who speaks: Ray's "(WorkerDict pid=1, ip=192.0.2.1) ", vLLM's "(EngineCore pid=2) ", torch's "[rank3]: ".
-_SPEAKER = re.compile(
-    r"^(?:\((?:(?:(?P<name>\S+) )?pid=\d+|raylet|autoscaler[^)]*)(?:, ip=[\w.:]+)?\)|\[(?:rank|default)\d+\]:) ?"
-)
+_SPEAKER = re.compile(r"^(?:\((?:(?:(?P<name>\S+) )?pid=\d+|raylet)(?:, ip=[\w.:]+)?\)|\[(?:rank|default)\d+\]:) ?")
 # Then the logger's own words: of vLLM, verl and uvicorn, Python and Hydra and Ray, C++.
 _DATE = r"\[?\d{4}-\d\d-\d\d[ T][\d:.,]+(?:Z|[+-]\d\d:?\d\d)?"
 _LOGGER = re.compile(
@@ -37,7 +34,7 @@ _LOGGER = re.compile(
 )
 _REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 _GROUP = re.compile(r"^ *(?:\| ?|\+ (?=Exception Group)|\+[-+]+(?: \d+ -+)?$)")  # what an exception group is drawn with
-_TRACEBACK = re.compile(r"(?:Exception Group )?Traceback \(most recent call last\)(?::$| ─)|ray::\S+\(\) \(pid=")
+_TRACEBACK = re.compile(r"(?:Exception Group )?Traceback \(most recent call last\):$|ray::\S+\(\) \(pid=")
 _FRAME = re.compile(r'^\s+File "(.+)", line (\d+), in (.+)')
 _RAISE = re.compile(r"^\s+(?:raise\b|[~^]+$)")  # a source line that says no more than the error
 
@@ -77,7 +74,6 @@ class _Process:
     """What is being read of one process."""
 
     names: str
-    prefix: re.Pattern[str] | None = None  # before the lines of its traceback, where it is of a form unknown here
     frames: deque[str] | None = None  # of the traceback that is being read
     between: int = 0  # other lines in it, of another thread
     ignored: bool = False  # whether it is of an error which Python goes on without
@@ -91,29 +87,19 @@ def reason(log: Path, returncode: int) -> str:
 
 
 def relevant_lines(lines: Iterable[str]) -> list[str]:
-    """Return why a run failed: the cause, its remedy where one is known, and what followed, each once.
-
-    These are at most `LINES` lines. Where there are only echoes, it is the last one with the places of its traceback;
-    where no line looks like an error, the end of the log.
-    """
+    """Return why a run failed: the cause, a known remedy, and what followed; the end of a log without errors."""
     log, end = _Log(), deque[str](maxlen=LINES)
     for line in lines:
         clean = _CONTROL.sub("", line[:_LINE_CHARACTERS]).rstrip()
-        for part in clean.split("\\n") if "(most recent call last):\\n" in clean else [clean]:  # as JSON has it
-            log.read(part)
+        log.read(clean)
         if clean and "Warning" not in clean:
             end.append(clean[:_CAUSE_WIDTH])
     errors = list(log.errors.values())
     if not errors:
         return list(end)
     cause = min(errors, key=lambda error: error.rank)  # the first
-    if cause.rank == _SECONDARY:
-        cause = next((error for error in reversed(errors) if error.frames), cause)
     report = [cause.text + (f" (in {cause.names})" if cause.names else "")]
     report += [f"remedy: {remedy}" for pattern, remedy in _REMEDIES.items() if re.search(pattern, cause.text)][:1]
-    if cause.rank == _SECONDARY:
-        places = [f"at {frame}"[:_ECHO_WIDTH] for frame in reversed(cause.frames) if frame not in cause.text]
-        return report + places[: LINES - len(report)]
     # What the processes said that heard of the cause, when it is more than a repetition of it.
     said, wanted = _message(cause.said[0]), {_OUR_OWN, _PRIMARY, _SECONDARY, cause.rank}
     others = [error.text for error in errors if error is not cause and error.rank in wanted]
@@ -149,15 +135,11 @@ class _Log:
                 level = match[match.lastgroup][0] if match.lastgroup else level
             words = words[match.end() :]
         process = self._processes.setdefault(who, _Process(", ".join(names)))
-        if process.prefix is not None and (known := process.prefix.match(words)):
-            words = words[known.end() :]
         while match := _GROUP.match(words):
             words = words[match.end() :]
-        if start := _TRACEBACK.search(words):
-            if start[0].endswith(":") and start.start():
-                process.prefix = re.compile(re.sub(r"\d+", r"\\d+", re.escape(words[: start.start()])))
+        if _TRACEBACK.search(words):
             process.frames, process.error, process.between = deque(maxlen=LINES), None, 0
-        elif process.frames is not None and words.startswith((" ", "│", "╰")):  # the last two are rich's
+        elif process.frames is not None and words.startswith(" "):
             if frame := _FRAME.match(words):
                 process.frames.append(f"{frame[1]}:{frame[2]} in {frame[3]}")
             elif process.frames and ": " not in process.frames[-1] and not _RAISE.match(words):
@@ -191,11 +173,9 @@ class _Log:
                 process.frames = None
 
     def _add(self, process: _Process, words: str, rank: int, logger: str, key: str = "") -> None:
-        """Begin an error of a process, unless one that begins so is known; of very many, forget one in the middle."""
+        """Begin an error of a process, unless one that begins so is known."""
         error = _Error([words], process.names, rank, list(process.frames or ()), logger)
         process.error = error if self.errors.setdefault(key or words, error) is error else None
-        if len(self.errors) > _ERRORS:
-            del self.errors[next(islice(self.errors, _ERRORS // 2, None))]
 
 
 def _goes_on(error: _Error, words: str, logger: str) -> bool:

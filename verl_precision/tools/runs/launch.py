@@ -59,11 +59,8 @@ def run_verl(
 
     The new folder gets `train.log`, `metrics.jsonl` and Hydra's own files. A run that goes on may have that of a start
     which was interrupted: what is left of it, processes and Ray's files, goes first, and the next log is `train-2.log`.
-    Progress is told about twice a second. `threads` is the `OMP_NUM_THREADS` of all processes, where none is set.
-
-    Raises:
-        RunFailedError: If verl fails; Ray's logs are kept until the run's next start, and named.
-        KeyboardInterrupt: On Ctrl-C, SIGTERM and SIGHUP, after every process of the run has ended.
+    `threads` is the `OMP_NUM_THREADS` of all processes, where none is set. On Ctrl-C, SIGTERM and SIGHUP every process
+    of the run ends; if verl fails, Ray's logs are kept until the next start.
     """
     folder.mkdir(parents=True, exist_ok=goes_on)
     starts = len(list(folder.glob("train*.log")))

@@ -218,8 +218,7 @@ function logTicks(low, high, base) {
   return Array.from({ length: Math.floor((to - from) / every) + 1 }, (_, n) => base ** (from + n * every));
 }
 
-/* Draw a panel. `full`: with title and legend, to stand alone. */
-function drawing(panel, width, height, night, full) {
+function drawing(panel, width, height, night) {
   const series = seriesOf(panel);
   const reached = 1.15 * Math.max(...series.map((each) => each.steps[each.steps.length - 1])); // a run that has just begun fills the plot
   const expected = panel !== DATA.panels[0] ? [] : page.expected.map((curve, number) => {
@@ -246,17 +245,11 @@ function drawing(panel, width, height, night, full) {
   top += room;
   if (log || low !== 0) bottom -= room;
   if (left === right) { left -= 1; right += 1; }
-  const ink = night ? "#e6e6e6" : "#202124", line = night ? "#43464c" : "#e1e3e6", ground = night ? "#121212" : "#ffffff";
-  const legend = full ? legendRows(series, expected, width, night, panel) : { rows: [], height: 0 };
-  const frame = { x: 70, y: full ? 40 : 14, width: width - 70 - 20, height: height - (full ? 40 : 14) - 40 - legend.height };
+  const ink = night ? "#e6e6e6" : "#202124", line = night ? "#43464c" : "#e1e3e6";
+  const frame = { x: 70, y: 14, width: width - 70 - 20, height: height - 14 - 40 };
   const x = (step) => frame.x + ((step - left) / (right - left)) * frame.width;
   const y = (value) => frame.y + (1 - (scale(value) - bottom) / (top - bottom)) * frame.height;
   const svg = shape("svg", { xmlns: NS, viewBox: `0 0 ${width} ${height}`, width, height, "font-family": "system-ui, sans-serif", "font-size": 12, fill: ink });
-  if (full) {
-    svg.append(shape("rect", { width, height, fill: ground }), shape("text", { x: frame.x, y: 24, "font-size": 16, "font-weight": 600 }, panel.title));
-    legend.rows.forEach((row) => row.setAttribute("transform", `translate(${frame.x} ${height - legend.height})`));
-    svg.append(...legend.rows);
-  }
   const unscale = log ? Math.exp : (value) => value;
   for (const tick of log ? logTicks(unscale(bottom), unscale(top), panel.log) : linearTicks(bottom, top, 6, false)) {
     svg.append(shape("line", { x1: frame.x, x2: frame.x + frame.width, y1: y(tick), y2: y(tick), stroke: line }),
@@ -309,16 +302,6 @@ function bandPath(each, x, y, fits) {
   return path;
 }
 
-function legendRows(series, expected, width, night, panel) {
-  const several = Object.keys(panel.metrics).length > 1;
-  const entries = [...series, ...expected].map((each) => ({ ...each, text: several && each.label ? `${each.name} · ${each.label}` : each.name }));
-  const wide = Math.min(width - 90, Math.max(...entries.map((each) => each.text.length), 1) * 7 + 50), columns = Math.max(1, Math.floor((width - 80) / wide));
-  const rows = entries.map((each, number) => shape("g", {}, shape("g", { transform: `translate(${(number % columns) * wide} ${Math.floor(number / columns) * 20})` },
-    shape("line", { x1: 0, x2: 26, y1: 8, y2: 8, stroke: each.colour === GREY ? GREY : inkOf(each.colour, night), "stroke-width": 2.5, "stroke-dasharray": each.dash }),
-    shape("text", { x: 32, y: 12 }, each.text))));
-  return { rows, height: Math.ceil(entries.length / columns) * 20 + 8 };
-}
-
 function showCurves() {
   const bands = new Set(page.runs.map((run) => run.curve)).size < page.runs.length;
   const long = Object.values(page.curves).some((found) => Object.values(found).some((curve) => curve.length > 2));
@@ -350,9 +333,7 @@ function figureOf(panel) {
   const plot = make("div", { class: "plot", tabindex: 0, role: "slider", "aria-label": `${panel.title} (${panel.unit}) over ${panel.axis}s`, "aria-describedby": "keys" });
   const tip = make("div", { class: "tip", hidden: true }), notes = make("small", { class: "grow" });
   const figure = { panel, plot, tip, notes, stale: true, at: null };
-  const button = (kind, save) => make("button", { type: "button", "data-save": kind, onclick: save, "aria-label": `${panel.title} as ${kind.toUpperCase()}` }, kind.toUpperCase());
-  figure.element = make("figure", { id: `figure-${panel.name}` }, make("h3", {}, panel.title), plot,
-    make("figcaption", { class: "bar" }, notes, make("span", { class: "buttons" }, button("svg", () => save(`${panel.name}.svg`, svgText(panel), "image/svg+xml")), " ", button("png", () => savePng(panel)), " ", button("csv", () => saveCsv(panel)))));
+  figure.element = make("figure", { id: `figure-${panel.name}` }, make("h3", {}, panel.title), plot, make("figcaption", { class: "bar" }, notes));
   plot.addEventListener("pointermove", (event) => point(figure, stepAt(figure, event)));
   plot.addEventListener("pointerleave", () => point(figure, null));
   plot.addEventListener("blur", () => point(figure, null));
@@ -365,7 +346,7 @@ function figureOf(panel) {
 function drawFigure(figure) {
   figure.stale = false;
   figure.width = figure.plot.clientWidth || 400;
-  const made = drawing(figure.panel, figure.width, 260, dark.matches, false);
+  const made = drawing(figure.panel, figure.width, 260, dark.matches);
   figure.made = made;
   figure.steps = [...new Set(made.series.flatMap((each) => each.steps))].sort((a, b) => a - b);
   const zeros = made.series.filter((each) => each.values.every((value) => value === 0 || (made.log && value < 0)));
@@ -432,38 +413,9 @@ function key(figure, event) {
   event.preventDefault();
 }
 
-/* ---- files ---- */
-
-function save(name, content, type) {
-  const url = URL.createObjectURL(content instanceof Blob ? content : new Blob([content], { type }));
-  make("a", { href: url, download: name }).click();
-  setTimeout(() => URL.revokeObjectURL(url), 60000);
-}
-
-const SAVED = { width: 760, height: 460 };
-const svgText = (panel) => new XMLSerializer().serializeToString(drawing(panel, SAVED.width, SAVED.height, false, true).svg);
-
-function savePng(panel) {
-  const image = new Image();
-  image.onload = () => {
-    const canvas = make("canvas", { width: SAVED.width * 2, height: SAVED.height * 2 });
-    canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
-    canvas.toBlob((blob) => save(`${panel.name}.png`, blob), "image/png");
-  };
-  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(svgText(panel))}`;
-}
-
-/* What is drawn: of a long curve, or of several seeds, the means. */
-function saveCsv(panel) {
-  const series = seriesOf(panel), steps = [...new Set(series.flatMap((each) => each.steps))].sort((a, b) => a - b);
-  const head = [panel.axis, ...series.map((each) => `"${each.name} · ${each.label}"`.replace(/(?<!^)"(?!$)/g, '""'))];
-  const rows = steps.map((step) => [step, ...series.map((each) => each.values[each.steps.indexOf(step)] ?? "")]);
-  save(`${panel.name}.csv`, [head, ...rows].map((row) => `${row.join()}\n`).join(""), "text/csv");
-}
-
 /* ---- tokens ---- */
 
-const view = { run: null, step: null, response: null, decisions: null, estimator: "", chosen: null };
+const view = { run: null, step: null, response: null, chosen: null };
 
 async function ask(path) {
   const answer = await fetch(path, { cache: "no-store" });
@@ -548,50 +500,26 @@ async function openResponse(offset) {
   try {
     const response = await (await ask(`response?run=${run.id}&at=${offset}`)).json();
     if (!current()) return;
-    Object.assign(view, { response, decisions: { [response.estimator]: response.decisions }, estimator: response.estimator, chosen: null });
+    Object.assign(view, { response, chosen: null });
     showResponse(run);
     showTokens(false);
     $("response").scrollIntoView();
-    const all = await (await ask(`decisions?run=${run.id}&at=${offset}`)).json();
-    if (!current()) return;
-    view.decisions = all;
-    if (!all[view.estimator]) view.estimator = Object.keys(all)[0];
-    $("estimators").replaceChildren(estimatorTable());
   } catch (error) {
-    if (current()) $($("estimators") ? "estimators" : "response").replaceChildren(make("p", { class: "bad" }, error.message));
+    if (current()) $("response").replaceChildren(make("p", { class: "bad" }, error.message));
   }
 }
 
 function showResponse(run) {
   const response = view.response;
-  const cut = (shown, all, what) => shown < all && make("p", { id: `${what}-cut` }, `The first ${shown} of ${all} ${what}; all are in kept_tokens/step_${response.step}.parquet.`);
   const facts = [`step ${response.step}`, `kept as ${response.reason}`, response.version === null ? "" : `sampled by version ${response.version}`, `${response.behind} versions behind`, `Σ log π - log μ ${numberText(response.log_weight)}`, response.reward === null ? "" : `reward ${numberText(response.reward)}`, `damage ${numberText(response.damage)}`];
-  const text = make("div", { id: "text", tabindex: 0, role: "group", "aria-label": "tokens of the response; arrow keys move from token to token", onkeydown: moveToken, onclick: (event) => { const token = event.target.closest(".token"); if (token) chooseToken(Number(token.dataset.n)); } }, tokenSpans());
+  const text = make("div", { id: "text", tabindex: 0, onclick: (event) => { const token = event.target.closest(".token"); if (token) chooseToken(Number(token.dataset.n)); } }, tokenSpans());
   $("response").replaceChildren(
     make("h3", {}, `Response ${response.identity}`), make("p", {}, facts.filter(Boolean).join(" · ")),
-    make("details", {}, make("summary", {}, `prompt: ${response.prompt_tokens} tokens${response.prompt_text === null ? "" : `, ${response.prompt_characters} characters`}`),
-      make("div", { id: "prompt", tabindex: 0 }, response.prompt_text === null ? "The run kept no text." : response.prompt_text),
-      cut(response.prompt_text?.length, response.prompt_characters, "characters") || ""),
-    make("div", { id: "estimators" }, estimatorTable(), make("small", {}, "What the other estimators would have decided is being computed.")),
-    make("div", { class: "bar" }, make("span", {}, "colour: |log π - log μ|, 0 to 1 nat"), response.words.map((word, code) => (code === 1 ? null : make("span", { class: `token d${code}` }, word))),
-      make("button", { type: "button", id: "next-lost", onclick: () => nextToken(lostAt) }, "next lost token"),
-      make("button", { type: "button", id: "largest-gap", onclick: () => chooseToken(response.gap.map(Number).reduce((best, gap, at, all) => (response.decisions[at] !== 0 && gap > (response.decisions[best] !== 0 ? all[best] : -1) ? at : best), 0)) }, "largest gap")),
-    make("div", { id: "token", role: "status" }, "Choose a token."), text, cut(response.token_ids.length, response.length, "tokens") || "",
+    make("details", {}, make("summary", {}, `prompt: ${response.prompt_ids.length} tokens`),
+      make("div", { id: "prompt", tabindex: 0 }, response.prompt_text === null ? "The run kept no text." : response.prompt_text)),
+    make("div", { class: "bar" }, make("span", {}, `decided by ${response.estimator}; colour: |log π - log μ|, 0 to 1 nat`), response.words.map((word, code) => (code === 1 ? null : make("span", { class: `token d${code}` }, word)))),
+    make("div", { id: "token", role: "status" }, "Choose a token."), text,
     make("p", {}, make("small", {}, "To compute these tokens again: ", explain(run))));
-}
-
-const isLost = (code, advantage) => code >= 2 && code <= 4 && Number(advantage) !== 0;
-const lostAt = (at) => isLost(view.decisions[view.estimator][at], view.response.advantages[at]);
-
-function estimatorTable() {
-  const { response } = view, columns = [1, 2, 3, 4, 5];
-  const rows = Object.entries(view.decisions).map(([name, codes], number) => {
-    const counts = response.words.map((_, code) => codes.filter((each) => each === code).length);
-    const pick = make("input", { type: "radio", name: "estimator", id: `estimator-${number}`, value: name, checked: name === view.estimator, onchange: () => { view.estimator = name; markTokens(); } });
-    return make("tr", {}, make("td", { class: "left" }, make("label", {}, pick, " ", name, name === response.estimator ? " (this run's)" : "")),
-      make("td", {}, String(codes.filter((code, at) => isLost(code, response.advantages[at])).length)), columns.map((code) => make("td", {}, counts[6] ? "not known" : String(counts[code]))));
-  });
-  return make("div", { class: "wide" }, make("table", {}, make("thead", {}, make("tr", {}, make("th", { scope: "col", class: "left" }, "estimator"), make("th", { scope: "col" }, "lost"), columns.map((code) => make("th", { scope: "col" }, response.words[code])))), make("tbody", {}, rows)));
 }
 
 function tokenSpans() {
@@ -605,7 +533,7 @@ function tokenSpans() {
       parts.push(place);
     }
     const text = response.texts === null ? `${id} ` : response.texts[at].replaceAll("\n", "⏎\n");
-    const span = make("span", { class: `token d${view.decisions[view.estimator][at]}`, "data-n": at }, text || "∅");
+    const span = make("span", { class: `token d${response.decisions[at]}`, "data-n": at }, text || "∅");
     const gap = Number(response.gap[at]), strength = Number.isFinite(gap) ? Math.min(1, Math.sqrt(gap)) : 1;
     if (turn !== 0 && strength > 0.02) span.style.backgroundColor = `rgb(220 50 40 / ${(strength * 0.75).toFixed(2)})`;
     place.append(span);
@@ -615,34 +543,13 @@ function tokenSpans() {
 
 const tokens = () => document.querySelectorAll("#text .token");
 
-function markTokens() {
-  tokens().forEach((span, at) => { span.className = `token d${view.decisions[view.estimator][at]}${at === view.chosen ? " chosen" : ""}`; });
-  if (view.chosen !== null) chooseToken(view.chosen);
-}
-
 function chooseToken(at) {
   const { response } = view, all = tokens();
   if (view.chosen !== null) all[view.chosen].classList.remove("chosen");
   view.chosen = at;
   all[at].classList.add("chosen");
-  const box = $("text").getBoundingClientRect(), own = all[at].getBoundingClientRect();
-  if (own.top < box.top || own.bottom > box.bottom) $("text").scrollTop += own.top - box.top - box.height / 2;
   const text = response.texts === null ? "" : ` ${JSON.stringify(response.texts[at])}`;
-  $("token").textContent = `token ${at + 1} of ${response.length}${text} (id ${response.token_ids[at]}) · log π ${numberText(response.log_probs[at])}, log μ ${numberText(response.rollout_log_probs[at])}, gap ${numberText(response.gap[at])} · advantage ${numberText(response.advantages[at])}, weight ${numberText(response.weights[at])} · ${response.words[view.decisions[view.estimator][at]]} (${view.estimator})`;
-}
-
-function nextToken(wanted) {
-  const count = view.response.token_ids.length, start = view.chosen === null ? -1 : view.chosen;
-  for (let n = 1; n <= count; n++) { const at = (start + n) % count; if (wanted(at)) return chooseToken(at); }
-  $("token").textContent = `${view.estimator} has lost no token of this response.`;
-}
-
-function moveToken(event) {
-  const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key], count = view.response.token_ids.length;
-  if (by) chooseToken(view.chosen === null ? 0 : Math.min(count - 1, Math.max(0, view.chosen + by)));
-  else if (event.key === "n") nextToken(lostAt);
-  else return;
-  event.preventDefault();
+  $("token").textContent = `token ${at + 1} of ${response.length}${text} (id ${response.token_ids[at]}) · log π ${numberText(response.log_probs[at])}, log μ ${numberText(response.rollout_log_probs[at])}, gap ${numberText(response.gap[at])} · advantage ${numberText(response.advantages[at])}, weight ${numberText(response.weights[at])} · ${response.words[response.decisions[at]]}`;
 }
 
 /* ---- news ---- */
@@ -659,11 +566,8 @@ function render() {
 }
 
 function take(state) {
-  const { curves, ...others } = state, first = !page.version;
-  Object.assign(page, others, { received: performance.now() });
-  Object.assign(page.curves, curves);
-  const known = new Set(page.runs.map((run) => run.curve));
-  for (const name of Object.keys(page.curves)) if (!known.has(name)) delete page.curves[name];
+  const first = !page.version;
+  Object.assign(page, state, { received: performance.now() });
   render();
   if (first) followHash();
 }

@@ -10,21 +10,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from verl_precision import __version__
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import write_file
 from verl_precision.mismatch.settings import AlarmSettings
 from verl_precision.tools.runs.curves import PANELS
-from verl_precision.tools.show.pages import mark_of, render
 
 # By this line an earlier report is known, which may be written over.
-MARK = mark_of("report")
+MARK = '<meta name="generator" content="verl-precision report">'
+_TEMPLATE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
 SCRIPT = Path(__file__).with_suffix(".js").read_text(encoding="utf-8")
 _HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = (
-    f"default-src 'none'; script-src 'sha256-{_HASH}'; style-src 'unsafe-inline'; img-src data: blob:; "
-    "base-uri 'none'; form-action 'none'"
+    f"default-src 'none'; script-src 'sha256-{_HASH}'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 )
 
 
@@ -36,21 +37,13 @@ def page(state: Mapping[str, Any] | None) -> str:
     # No text of a run can end the block that it stands in.
     escaped = data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     names = [run["name"] for run in state["runs"]] if state else ["live"]
-    about = {"names": names, "policy": POLICY, "live": state is None}
-    verb = "report" if state else "watch"
-    return render("runs/page.html", verb, script=Markup(SCRIPT), data=Markup(escaped), **about)
+    about = {"names": names, "policy": POLICY, "live": state is None, "mark": Markup(MARK), "version": __version__}
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(_TEMPLATE)
+    return template.render(script=Markup(SCRIPT), data=Markup(escaped), **about)
 
 
 def write_page(path: Path, state: Mapping[str, Any], force: bool = False) -> None:
-    """Write the report about runs; refuse to replace a file, unless by `force`, that is not an earlier report.
-
-    Runs without any of the metrics shown are refused.
-    """
-    if not any(state["curves"].values()):
-        problem, value = "none of the metrics of the report is there", ", ".join(run["path"] for run in state["runs"])
-        allowed = "metrics of a verl training run (critic/score/mean, mismatch/k3_kl, ...)"
-        remedy = "Name the run's own metrics file."
-        raise ConfigurationError(problem, setting="RUN", value=value, allowed=allowed, remedy=remedy)
+    """Write the report about runs; refuse to replace a file, unless by `force`, that is not an earlier report."""
     if not path.absolute().parent.is_dir():
         problem, allowed = f"{path.parent} is not a folder", "a file in a folder that exists"
         remedy = "Make the folder first."

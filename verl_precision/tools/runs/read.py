@@ -1,6 +1,5 @@
-"""The metrics of a run, from its files: verl's metrics file, a console log, or TensorBoard events."""
+"""The metrics of a run, from its file: verl's metrics file or a console log."""
 
-import importlib.util
 import json
 import math
 import os
@@ -11,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError, VerlPrecisionError
-from verl_precision.base.files import naming_file, open_regular
+from verl_precision.base.errors import ConfigurationError, VerlPrecisionError
+from verl_precision.base.files import open_regular
 from verl_precision.base.terminal import printable
 
 REWARD = "critic/score/mean"
 READABLE = (
-    "verl's metrics file (.jsonl, trainer.logger=[file]), a console log with lines `step:N - key:value`, TensorBoard "
-    "events, or a folder with one of them, of such folders, or of arms that have one for each seed"
+    "verl's metrics file (.jsonl, trainer.logger=[file]), a console log with lines `step:N - key:value`, or a folder "
+    "with one of them, of such folders, or of arms that have one for each seed"
 )
 LONGEST_LINE = 2**24  # bytes
 LARGEST_STEP = 2**53  # JSON's largest whole number
@@ -47,10 +46,9 @@ class Run:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read runs. A folder that `verl-precision compare` writes, of runs or of arms with seeds, stands for each of them.
+    """Read runs, also those of a folder of runs or arms; one that cannot be read has its problem in place of rows.
 
-    One that cannot be read has its problem in place of rows. A path that is not there, or is given twice, is refused,
-    and so is the first run where none can be read.
+    A path that is not there, or is given twice, is refused, and so is the first run where none can be read.
     """
     of_path = {path: sources_in(path) for path in paths}
     if empty := [path for path, sources in of_path.items() if not sources]:
@@ -73,21 +71,17 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def read_run(source: Path, name: str) -> Run:
-    """Read a run from its file, or its folder of TensorBoard events.
+    """Read a run from its file.
 
     A row whose line has no end yet is left out. Of a step that is there twice, the later row counts (a resumed run).
-
-    Raises:
-        VerlPrecisionError: If a whole line is no row, or the source cannot be read.
-        OSError: If the source is not there.
     """
-    files, notes = files_of(source), list[str]()
-    if os.path.isdir(source) or "tfevents" in source.name:
-        found = _event_rows(source, files)
-    else:
-        with open_regular(source) as file:
-            read = _rows_of_metrics if source.suffix == ".jsonl" else _rows_of_log
-            found = list(read(source, file, notes))
+    notes = list[str]()
+    if os.path.isdir(source):
+        _source_of(source)  # says where several files could be meant
+        raise refused(source, "it is a folder, in which there are no metrics", "Move it away.")
+    with open_regular(source) as file:
+        read = _rows_of_metrics if source.suffix == ".jsonl" else _rows_of_log
+        found = list(read(source, file, notes))
     of_step: dict[float, dict[str, float]] = {}
     for row in found:
         of_step[row["step"]] = of_step.get(row["step"], {}) | row
@@ -164,44 +158,8 @@ def refused(path: Path, problem: str, remedy: str, allowed: str = READABLE) -> C
     return ConfigurationError(problem, setting="RUN", value=str(path), allowed=allowed, remedy=remedy)
 
 
-def files_of(source: Path) -> list[Path]:
-    """Return the file of a run, or its files of TensorBoard events."""
-    if not os.path.isdir(source):
-        return [source]
-    found = [each for each in sorted(source.iterdir()) if "tfevents" in each.name and not each.is_dir()]
-    if not found:
-        _source_of(source)  # says where several files could be meant
-        raise refused(source, "it is a folder, in which there are no metrics", "Move it away.")
-    return found
-
-
-def _event_rows(path: Path, files: Sequence[Path]) -> Rows:
-    """Return the scalars of TensorBoard events, of a file or a folder with these files."""
-    if importlib.util.find_spec("tensorboard") is None:
-        problem = "these are TensorBoard events, and tensorboard is not installed"
-        allowed = "a .jsonl metrics file or a console log, which need no other package"
-        remedy = "pip install tensorboard"
-        raise EnvironmentMismatchError(problem, setting="RUN", value=str(path), allowed=allowed, remedy=remedy)
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for file in files:
-        with open_regular(file):
-            pass  # TensorBoard would wait for a FIFO
-    rows: dict[int, dict[str, float]] = {}
-    with naming_file(path):
-        events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
-        events.Reload()
-        for key in events.Tags()["scalars"]:
-            for event in events.Scalars(key):
-                rows.setdefault(event.step, {"step": event.step})[key] = event.value
-    return list(rows.values())
-
-
 def sources_in(path: Path) -> list[Path]:
-    """Return the files, or folders of TensorBoard events, that a path stands for; none where no run has begun.
-
-    A folder of which it cannot be said what to read stands for itself, and its `Follower` says why.
-    """
+    """Return the files that a path stands for, none where no run has begun; an unclear folder stands for itself."""
     if not os.path.exists(path):
         raise refused(path, "there is no such file or folder", "Check the path.")
     if not os.path.isdir(path):
@@ -219,12 +177,10 @@ def sources_in(path: Path) -> list[Path]:
 
 
 def _source_of(folder: Path) -> list[Path]:
-    """Return what to read in a folder, at most one: a metrics file, else events (itself), else a log with steps."""
+    """Return what to read in a folder, at most one: a metrics file, else a log with steps."""
     inside = sorted(folder.iterdir())
     found = [each for each in inside if each.suffix == ".jsonl"]
     found = list(filter(Path.is_file, found)) or found
-    if not found and any("tfevents" in each.name and not each.is_dir() for each in inside):
-        return [folder]
     found = found or [each for each in inside if each.suffix == ".log" and each.is_file() and _has_steps(each)]
     if len(found) > 1:
         names = ", ".join(file.name for file in found)

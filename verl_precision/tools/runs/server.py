@@ -7,12 +7,11 @@ import hmac
 import json
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -26,10 +25,8 @@ from starlette.routing import Route
 
 from verl_precision.base.errors import ConfigurationError, error_in_one_line
 from verl_precision.base.terminal import printable
-from verl_precision.tools.kept_tokens.kept_file import KeptResponse, response_at
-from verl_precision.tools.runs.content import as_json
-from verl_precision.tools.runs.kept import listed, other_decisions, response_content
-from verl_precision.tools.runs.live import Live
+from verl_precision.tools.kept_tokens.kept_file import response_at
+from verl_precision.tools.runs.content import Live, response_content, responses_content
 from verl_precision.tools.runs.page import POLICY, page
 
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
@@ -58,7 +55,7 @@ async def _guarded(token: str, request: Request, call_next: RequestResponseEndpo
     return answer
 
 
-def application(live: Live, token: str, hosts: Sequence[str] = LOCAL) -> Starlette:
+def application(live: Live, token: str) -> Starlette:
     """Return the server's application; requests under other host names are refused (DNS rebinding)."""
 
     def folder_of(request: Request) -> Path:
@@ -66,69 +63,43 @@ def application(live: Live, token: str, hosts: Sequence[str] = LOCAL) -> Starlet
             raise HTTPException(404, "there is no run of this number")
         return run.kept_folder
 
-    def response_of(request: Request) -> KeptResponse:
-        return response_at(folder_of(request), _number(request, "at"))
-
-    def state(request: Request) -> Any:
-        return live.changes(_number(request, "since", 0))
-
     def responses(request: Request) -> Any:
         step = _number(request, "step") if "step" in request.query_params else None
-        return as_json(listed(folder_of(request), step))
+        return responses_content(folder_of(request), step)
 
-    def response(request: Request) -> Any:
-        return as_json(response_content(response_of(request)))
-
-    def decisions(request: Request) -> Any:
-        return other_decisions(response_of(request))
-
-    of_path = {"/state": state, "/responses": responses, "/response": response, "/decisions": decisions}
-    routes = [Route(path, _refusing(answer), methods=["GET"]) for path, answer in of_path.items()]
+    answers: dict[str, Callable[[Request], Any]] = {
+        "/state": lambda request: live.changes(_number(request, "since", "0")),
+        "/responses": responses,
+        "/response": lambda asked: response_content(response_at(folder_of(asked), _number(asked, "at"))),
+    }
+    routes = [Route(path, _refusing(answer), methods=["GET"]) for path, answer in answers.items()]
     return Starlette(
         routes=[Route("/", lambda _: HTMLResponse(page(None)), methods=["GET"]), *routes],
         middleware=[
-            Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False),
+            Middleware(TrustedHostMiddleware, allowed_hosts=list(LOCAL), www_redirect=False),
             Middleware(BaseHTTPMiddleware, dispatch=partial(_guarded, token)),
             Middleware(GZipMiddleware, compresslevel=3),
         ],
     )
 
 
-def serve(live: Live, host: str, port: int, say: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C, after the page's address has been said; port 0: any that is free.
-
-    Raises:
-        ConfigurationError: If host and port cannot be taken.
-    """
+def serve(live: Live, port: int, say: Callable[[str], None]) -> None:
+    """Serve this machine until Ctrl-C, after the page's address has been said; port 0: any that is free."""
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.create_server((host, port), family=family)
+        listening = socket.create_server(("127.0.0.1", port))
     except OSError as error:
-        problem = f"this address cannot be taken ({error.strerror or error})"
+        problem = f"this port cannot be taken ({error.strerror or error})"
         remedy = "Give another --port, or --port 0 for any that is free."
         raise ConfigurationError(problem, setting="--port", value=port, remedy=remedy) from error
     token, port = secrets.token_urlsafe(24), listening.getsockname()[1]
     config = uvicorn.Config(
-        application(live, token, hosts_of(host)),
+        application(live, token),
         log_level="warning", access_log=False, server_header=False, lifespan="off", ws="none",
         timeout_graceful_shutdown=1,
     )  # fmt: skip
-    say(f"http://{hosts_of(host)[-1]}:{port}/{token}/")
+    say(f"http://127.0.0.1:{port}/{token}/")
     with listening:
         uvicorn.Server(config).run(sockets=[listening])
-
-
-def hosts_of(host: str) -> list[str]:
-    """Return the names under which a server that listens on a host is asked, last the one to say.
-
-    Where other machines can ask, these are this one's names and addresses, and nobody else's (DNS rebinding).
-    """
-    names = [] if host in ("0.0.0.0", "::", "") else [host]
-    if host not in ("localhost", "127.0.0.1", "::1"):
-        own = [each for some in psutil.net_if_addrs().values() for each in some]
-        addresses = (each.address.partition("%")[0] for each in own if each.family in (socket.AF_INET, socket.AF_INET6))
-        names = [*addresses, socket.getfqdn(), socket.gethostname(), *names]
-    return [*LOCAL, *(f"[{name}]" if ":" in name else name for name in names)]
 
 
 def _refusing(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
@@ -148,8 +119,8 @@ def _refusing(answer: Callable[[Request], Any]) -> Callable[[Request], Response]
     return endpoint
 
 
-def _number(request: Request, name: str, default: int | None = None) -> int:
-    text = request.query_params.get(name, None if default is None else str(default))
-    if text is None or not (text.isascii() and text.isdigit() and len(text) < 19):
+def _number(request: Request, name: str, default: str = "") -> int:
+    text = request.query_params.get(name, default)
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
         raise HTTPException(400, f"{name}: a whole number is needed")
     return int(text)

@@ -1,8 +1,10 @@
 """Where a run stands: does it still train, how far is it, how long will it take, and its numbers now.
 
-Judged by what the run itself has written: its metrics, its log beside them, and Hydra's copy of its config.
+Judged by what the run itself has written: its metrics, its log beside them, and Hydra's copy of its config. That leads
+to its recipe, too, and to the curves of the paper's figures beside it, `expected.csv`.
 """
 
+import csv
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -10,34 +12,34 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from rich.table import Table
 
 from verl_precision.base.files import open_regular
+from verl_precision.base.state import plain_yaml
 from verl_precision.tools.runs.curves import PANELS, Points
-from verl_precision.tools.runs.expected import at, hydra_of
 from verl_precision.tools.runs.launch import TOTAL_STEPS
-from verl_precision.tools.runs.read import LARGEST_STEP, REWARD, Run
-from verl_precision.tools.show.tables import number_text, percent_text, terminal_table
+from verl_precision.tools.runs.read import LARGEST_STEP, REWARD, Rows, Run, step_of
+from verl_precision.tools.show.tables import number_text, terminal_table
 
 State = Literal["waiting", "running", "finished", "stopped growing", "recorded", "unreadable"]
 RECENT = 20  # steps that say how long one takes
 # A run has stopped growing if its newest row is older than so many of its slowest recent steps, and than so long.
 PATIENCE, PATIENCE_SECONDS = 4.0, 60.0
 _LONGEST, _TAIL = 1e9, 2**16  # seconds of a step; bytes of a log
-# What stands at the top: title, the curves of which the first that is measured is shown, and how.
-NOW: tuple[tuple[str, tuple[str, ...], Literal["number", "percent", "sum"]], ...] = (
-    ("reward", ("reward/reward",), "number"),
-    ("k3", ("k3/k3",), "number"),
-    ("effective sample", tuple(f"sample/{label}" for each in PANELS if each.name == "sample" for label in each.metrics),
-     "percent"),
-    ("phantom-clipped", ("phantom/phantom",), "percent"),
-    ("canary", ("canary/gap",), "number"),  # with its bound
-    ("loss scale", ("scale/scale",), "number"),
-    ("skipped updates", ("skipped/skipped",), "sum"),
-    ("tokens/s per GPU", ("throughput/throughput",), "number"),
-)  # fmt: skip
+_MOST = 2**24  # bytes of another file beside a run
+EXPECTED = "expected.csv"
+# What stands at the top: title, and the curves of which the first that is measured is shown.
+NOW: dict[str, Sequence[str]] = {
+    "reward": ["reward/reward"],
+    "k3": ["k3/k3"],
+    "effective sample": [f"sample/{label}" for each in PANELS if each.name == "sample" for label in each.metrics],
+    "phantom-clipped": ["phantom/phantom"],
+    "canary": ["canary/gap"],
+    "loss scale": ["scale/scale"],
+    "tokens/s per GPU": ["throughput/throughput"],
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class RunStatus:
     now: Mapping[str, str] = field(default_factory=dict)  # the titles of `NOW` -> newest value, as people read it
 
 
-def status_of(run: Run, points: Points, total: int | None, age: float | None, expected: Sequence[Run]) -> RunStatus:
+def status_of(run: Run, points: Points, total: int | None, age: float | None) -> RunStatus:
     """Return where a run of `total` steps stands whose newest row was written `age` seconds ago; None: long ago."""
     if not run.rows:
         return RunStatus("waiting")
@@ -69,23 +71,11 @@ def status_of(run: Run, points: Points, total: int | None, age: float | None, ex
     elif age > max(PATIENCE_SECONDS, PATIENCE * max(seconds, default=0.0)):
         state = "stopped growing"
     left = typical * (total - step) if state == "running" and typical is not None and total is not None else None
-    return RunStatus(state, step, total, typical, left, age, _now(points, step, expected))
-
-
-def _now(points: Points, step: int, expected: Sequence[Run]) -> dict[str, str]:
-    found = {}
-    for title, curves, kind in NOW:
-        values = next((list(points[name].values()) for name in curves if points.get(name)), None)
-        if values is not None:
-            value = sum(value for value in values if value == value) if kind == "sum" else values[-1]
-            found[title] = percent_text(value, 1) if kind == "percent" else number_text(value)
-    if "canary" in found and (bound := list(points.get("canary/bound", {}).values())):
-        gap = list(points["canary/gap"].values())[-1]
-        found["canary"] = " of ".join(number_text(float(f"{value:.2g}")) for value in (gap, bound[-1]))
-    for curve in expected if "reward" in found else ():
-        reached = [row for row in curve.rows if row["step"] <= step] or curve.rows[:1]
-        found[curve.name] = f"{number_text(reached[-1][REWARD])} at step {reached[-1]['step']:g}"
-    return found
+    measured = {
+        title: next((points[name] for name in curves if points.get(name)), None) for title, curves in NOW.items()
+    }
+    now = {title: number_text([*curve.values()][-1]) for title, curve in measured.items() if curve}
+    return RunStatus(state, step, total, typical, left, age, now)
 
 
 def total_steps(source: Path) -> int | None:
@@ -101,31 +91,59 @@ def total_steps(source: Path) -> int | None:
     return total if isinstance(total, int) and abs(total) < LARGEST_STEP else None
 
 
-def duration_text(seconds: float | None) -> str:
-    """Return a time as people say it: 8 s, 0:03:00, 4 days, 3:00:00; empty for None."""
-    if seconds is None or seconds < 100:
-        return "" if seconds is None else f"{seconds:.3g} s"
-    return str(timedelta(seconds=round(min(seconds, 1e13))))
+def read_expected(path: Path) -> dict[str, list[Run]]:
+    """Return the reward curves of each estimator, one for each precision; lines with # say where they come from."""
+    found: dict[str, dict[str, Rows]] = {}
+    with open_regular(path, most=_MOST) as file:
+        lines = [line for line in file.read().decode().splitlines() if not line.startswith("#")]
+        for row in csv.DictReader(lines):
+            rows = found.setdefault(str(row["estimator"]), {}).setdefault(str(row["precision"]), [])
+            rows.append({"step": step_of(float(row["step"])), REWARD: float(row["reward"])})
+    return {
+        estimator: [Run(f"paper: {precision}", path, rows) for precision, rows in curves.items()]
+        for estimator, curves in found.items()
+    }
+
+
+def expected_of(source: Path) -> list[Run]:
+    """Return the curves beside the recipe that Hydra's copy in a run's folder names; none of a CPU's tiny model."""
+    hydra = at(hydra_of(source, "hydra.yaml"), "hydra")
+    sources, name = at(hydra, "runtime", "config_sources"), at(hydra, "job", "config_name")
+    places = [each for each in sources if at(each, "schema") == "file"] if isinstance(sources, list) else []
+    recipes = (Path(str(at(place, "path")), f"{name}.yaml") for place in places)
+    recipe = next((recipe for recipe in recipes if recipe.is_file()), None)
+    scale, estimator = (at(hydra, "runtime", "choices", group) for group in ("scale", "estimator"))
+    if recipe is None or not isinstance(scale, str) or not isinstance(estimator, str) or scale.startswith("cpu"):
+        return []
+    path = recipe.with_name(EXPECTED)
+    return read_expected(path).get(estimator, []) if path.is_file() else []
+
+
+def at(content: Any, *keys: str) -> Any:
+    """Return what stands below some keys, one below the other; None where nothing does."""
+    for key in keys:
+        content = content.get(key) if isinstance(content, dict) else None
+    return content
+
+
+def hydra_of(source: Path, name: str) -> Any:
+    """Return what Hydra has written about a run beside its metrics; None where it has not."""
+    folder = source if source.is_dir() else source.parent
+    for path in (folder / "hydra" / ".hydra" / name, folder / ".hydra" / name):
+        if path.is_file():
+            with open_regular(path, most=_MOST) as file:
+                return plain_yaml(file.read().decode())
+    return None
 
 
 def status_table(rows: Sequence[tuple[str, RunStatus, Sequence[str]]]) -> Table:
-    """Return a table of runs for a terminal: name, where it stands, names of its alarms."""
+    """Return a table of runs for a terminal: name, state, names of its alarms, steps done and time left, numbers."""
     titles = list(dict.fromkeys(title for _, each, _ in rows for title in each.now))
-    cells = [
-        (
-            name,
-            each.state if each.state != "stopped growing" else f"stopped growing {duration_text(each.age)} ago",
-            ", ".join(alarms) or "-",
-            "/".join(str(number) for number in (each.step, each.total) if number is not None),
-            duration_text(each.step_seconds),
-            duration_text(each.seconds_left),
-            *(each.now.get(title, "") for title in titles),
-        )
-        for name, each, alarms in rows
-    ]
-    red = [
-        number
-        for number, (_, each, alarms) in enumerate(rows)
-        if alarms or each.state in ("stopped growing", "unreadable")
-    ]
-    return terminal_table(("run", "state", "alarms", "step", "a step", "left", *titles), cells, words=3, red=red)
+    cells, red = list[list[str]](), list[int]()
+    for number, (name, each, alarms) in enumerate(rows):
+        steps = "/".join(str(number) for number in (each.step, each.total) if number is not None)
+        left = "" if each.seconds_left is None else str(timedelta(seconds=round(min(each.seconds_left, 1e13))))
+        numbers = [each.now.get(title, "") for title in titles]
+        cells.append([name, each.state, ", ".join(alarms) or "-", steps, left, *numbers])
+        red += [number] if alarms or each.state in ("stopped growing", "unreadable") else []
+    return terminal_table(("run", "state", "alarms", "step", "left", *titles), cells, words=3, red=red)

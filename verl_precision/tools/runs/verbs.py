@@ -3,20 +3,16 @@
 import shlex
 import shutil
 import socket
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from typer import Argument, BadParameter, Exit, Option
+from typer import Argument, Exit, Option
 
-from verl_precision.base.errors import ConfigurationError, RunFailedError, after_ctrl_c
+from verl_precision.base.errors import ConfigurationError, after_ctrl_c
 from verl_precision.base.files import new_folder, shipped_folder
-from verl_precision.cli.verb import FIGURES, console, errors, say, silence_third_party, verb
+from verl_precision.cli.verb import FIGURES, console, errors, say, verb
 
-_LARGE = 20_000_000  # bytes of a file that takes seconds to read
 Names = list[str] | None
-Expected = Annotated[Path | None, Option(help="Curves beside the reward (expected.csv). Default: a run's recipe's.")]
-Estimator = Annotated[str | None, Option(help="With --expected: the estimator of the runs.")]
 
 
 @verb(needs=(*FIGURES, "verl", "ray"), context_settings={"ignore_unknown_options": True})
@@ -43,9 +39,8 @@ def compare(
     Ctrl-C, SIGTERM and SIGHUP end every process of every run. The same command goes on where a comparison was
     interrupted: finished runs are not repeated, and those that were under way resume from their last checkpoints.
     """
-    from verl_precision.tools.runs.compare.folder import command_of, comparison_folder
     from verl_precision.tools.runs.compare.grid import check_arguments
-    from verl_precision.tools.runs.compare.run import compare_runs
+    from verl_precision.tools.runs.compare.run import command_of, compare_runs, comparison_folder
     from verl_precision.tools.runs.compare.summary import PassBar
 
     bar = None if pass_score is None else PassBar(pass_score, pass_steps)
@@ -55,38 +50,26 @@ def compare(
         if any(path.is_dir() for path in folder.iterdir()):  # a run's
             say(f"This comparison was interrupted and goes on in {folder}. To start anew, add --restart.")
         with after_ctrl_c(f"every process of the run has ended, and the same command goes on in {folder}"):
-            try:
-                compare_runs(config, runs, chosen, folder, console, bar, parallel)
-            except RunFailedError:  # if Hydra refused a run, in our words
-                from verl_precision.tools.checking.composing import compose_recipe
-
-                with silence_third_party():
-                    for run in runs:
-                        compose_recipe(config, [*chosen, *run.overrides])
-                raise
+            compare_runs(config, runs, chosen, folder, console, bar, parallel)
 
 
 @verb(needs=("jinja2",))
 def report(
-    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Metrics (.jsonl), console log, events, or a folder.")],
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Metrics (.jsonl), console log, or a folder.")],
     output: Annotated[Path, Option(help="The page to write.")] = Path("report.html"),
     force: Annotated[bool, Option("--force", help="Replace a file that is not an earlier report.")] = False,
-    expected: Expected = None,
-    estimator: Estimator = None,
 ) -> None:
     """Write one HTML page about runs: reward, mismatch, clipping, loss scale, alarms. Several runs are overlaid.
 
     The page needs no network and no other file. The same page of runs that still train: verl-precision watch. A run
     that cannot be read is named, and the exit code is 1; the page has the others.
     """
-    curves = _expected_curves(expected, estimator)
     from verl_precision.tools.runs.content import recorded_content
     from verl_precision.tools.runs.page import write_page
     from verl_precision.tools.runs.read import read_runs
 
-    _say_that_it_takes_time(runs)
     found = read_runs(runs)
-    write_page(output, recorded_content(found, curves), force)
+    write_page(output, recorded_content(found), force)
     say(f"wrote {output}: open it in a browser")
     problems = [each.problem for each in found if each.problem]
     for problem in problems:
@@ -94,32 +77,11 @@ def report(
     raise Exit(bool(problems))
 
 
-def _say_that_it_takes_time(paths: Sequence[Path]) -> None:
-    from verl_precision.tools.runs.read import sources_in
-
-    sources = [source for path in paths for source in sources_in(path)]
-    if (size := sum(source.stat().st_size for source in sources if source.is_file())) > _LARGE:
-        say(f"reading {size / 1e6:.0f} MB of metrics", errors)
-
-
-def _expected_curves(expected: Path | None, estimator: str | None) -> list[Any] | None:
-    if expected is None or estimator is None:
-        if expected is not estimator:
-            raise BadParameter("--expected and --estimator belong together: give both, or neither")
-        return None
-    from verl_precision.tools.runs.expected import read_expected
-
-    return read_expected(expected, estimator)
-
-
 @verb(needs=("jinja2", "starlette", "uvicorn"))
 def watch(
     runs: Annotated[list[Path], Argument(metavar="FOLDER...", help="Of a run, of several, or of one that will begin.")],
     once: Annotated[bool, Option("--once", help="Print a table of where the runs stand, and end.")] = False,
-    host: Annotated[str, Option(help="Address to listen on; another one lets in who knows the token.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="Port to listen on. 0: any that is free.")] = 8421,
-    expected: Expected = None,
-    estimator: Estimator = None,
 ) -> None:
     """Show runs on one local page while they train: reward, mismatch, alarms, time left, the tokens behind a number.
 
@@ -129,11 +91,9 @@ def watch(
     The address has a secret token, and only this machine can ask for it. From another machine, use the SSH line that is
     printed. Ctrl-C ends the page, not the runs. With --once the exit code is 0 unless a run cannot be read.
     """
-    curves = _expected_curves(expected, estimator)
-    from verl_precision.tools.runs.live import Live
+    from verl_precision.tools.runs.content import Live
 
-    _say_that_it_takes_time(runs)
-    live = Live(runs, curves)
+    live = Live(runs)
     if once:
         from verl_precision.tools.runs.status import status_table
 
@@ -151,10 +111,10 @@ def watch(
     def say_where(address: str) -> None:
         taken = address.rsplit(":", 1)[1].partition("/")[0]
         say(f"open {address}")
-        say(f"from another machine first: ssh -N -L {taken}:{host}:{taken} {socket.gethostname()}")
+        say(f"from another machine first: ssh -N -L {taken}:127.0.0.1:{taken} {socket.gethostname()}")
 
     try:
-        serve(live, host, port, say_where)
+        serve(live, port, say_where)
     except KeyboardInterrupt:
         say("the page has ended; the runs go on")
 

@@ -2,5 +2,4 @@
 
 figures   axes of one look; a figure as PNG, and as an image of a page
 tables    rows on the terminal and in Markdown; JSON; numbers as people read them
-pages     HTML pages on one base template (`base.html`), each one file that needs no other
 """

@@ -1,13 +1,14 @@
 """Which folder a comparison has: a new one, or that of the same command which was interrupted."""
 
 import json
+from itertools import combinations
 
 import pytest
 from rubbish import FOREIGN
 
 from verl_precision.base.errors import CheckpointStateError
 from verl_precision.tools.runs.compare import grid
-from verl_precision.tools.runs.compare.folder import COMMAND, SUMMARY, command_of, comparison_folder
+from verl_precision.tools.runs.compare.run import COMMAND, SUMMARY, command_of, comparison_folder
 
 
 @pytest.fixture
@@ -74,18 +75,9 @@ def test_one_that_is_running_is_left_alone(tmp_path, command, interrupted):
             assert first == interrupted and second != interrupted
 
 
-@pytest.mark.parametrize(("text", "arms", "seeds"), [
-    ("a: 1", "xy", [1, 2]),
-    ("a: 1", "x", [1]),
-    ("arms: {x: [a=1]}", "xy", [1]),
-])  # fmt: skip
-def test_what_makes_a_run_another_one_makes_another_comparison(tmp_path, recipe, text, arms, seeds):
-    def plan(arms, seeds):
-        return command_of(recipe, grid.with_seeds({name: (f"a={name}",) for name in arms}, seeds), [])
-
-    with comparison_folder(tmp_path / "out", plan("xy", [1])) as first:
-        finish(first, "x", seed=1)
-    first = first.rename(first.with_name("2026-01-01_00-00-00"))
-    recipe.write_text(text)
-    with comparison_folder(tmp_path / "out", plan(arms, seeds)) as folder:
-        assert folder != first
+def test_arms_and_seeds_make_another_comparison(recipe):
+    plans = [
+        command_of(recipe, grid.with_seeds({arm: (f"a={arm}",) for arm in arms}, seeds), [])
+        for arms, seeds in (("xy", [1]), ("xy", [1, 2]), ("x", [1]))
+    ]
+    assert all(one != other for one, other in combinations(plans, 2))

@@ -44,15 +44,6 @@ def test_arms_of_the_recipe(recipe):
     assert planned(recipe(), [], [], arms=["shadow"], seeds=[0]) == [("shadow/seed_0", ("seed=0",))]
 
 
-def test_a_recipe_has_the_seed_of_the_one_that_it_builds_on(recipe, tmp_path):
-    recipe("seed: 1\n", name="base")
-    defaults = "defaults: [ppo_trainer, base, _self_, override scale: cpu]"
-    beside = recipe(f"{defaults}\nhydra: {{searchpath: ['file://{tmp_path}/base']}}", name="child")
-    assert grid.top_level_keys(beside) == {"defaults", "hydra", "seed"}
-    assert planned(beside, ["fp16"], [], seeds=[2])[0][0] == "fp16/seed_2"
-    assert grid.top_level_keys(recipe("defaults: [ppo_trainer, base]\n", name="other")) == {"defaults"}
-
-
 def test_a_preset_is_known_from_the_overrides():
     assert grid.preset_of("precision", ["a=b", "precision=bf16", "+estimator=grpo"]) == "bf16"
     assert grid.preset_of("estimator", ["a=b", "precision=bf16", "+estimator=grpo"]) == "grpo"
@@ -60,8 +51,6 @@ def test_a_preset_is_known_from_the_overrides():
 
 
 @pytest.mark.parametrize(("text", "options", "setting", "value"), [
-    ("a: 1", {"seeds": [1]}, "--seed", 1),
-    ("data: {seed: 1}", {"seeds": [1]}, "--seed", 1),
     (None, {"seeds": [1, 2, 1]}, "--seed", "1 2 1"),
     (None, {"estimators": ["grpo", "grp"]}, "--estimator", "grp"),
     (None, {"estimators": ["grpo", "grpo"]}, "--estimator", "grpo grpo"),
@@ -71,8 +60,8 @@ def test_a_preset_is_known_from_the_overrides():
     (None, {"precisions": [], "arms": ["shadow", "shadow"]}, "--arm", "shadow shadow"),
     ("a: 1", {"precisions": [], "arms": ["all"]}, "--arm", "all"),
     ("arms: {}", {"precisions": [], "arms": ["all"]}, "--arm", "all"),
-    ("arms: {a/b: []}", {"precisions": [], "arms": ["all"]}, "arms", "a/b"),
-    ("arms: {all: []}", {"precisions": [], "arms": ["all"]}, "arms", "all"),
+    ("arms: {a/b: []}", {"precisions": [], "arms": ["all"]}, "arms.a/b", []),
+    ("arms: {all: []}", {"precisions": [], "arms": ["all"]}, "arms.all", []),
     ("arms: {x: a=1}", {"precisions": [], "arms": ["x"]}, "arms.x", "a=1"),
     ("arms: {x: [a]}", {"precisions": [], "arms": ["x"]}, "arms.x", ["a"]),
     ("arms: {x: [trainer.default_local_dir=d]}", {"precisions": [], "arms": ["x"]}, "trainer.default_local_dir", "d"),

