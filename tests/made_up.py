@@ -41,8 +41,8 @@ class MadeUp:
         self.answer, self.lives = answer, 0
         self.seen: list[tuple[str, int, SampleRequest]] = []
 
-    def start(self, build, name, folder, ray_address):
-        """Take the place of `start_engine`."""
+    def start(self, build, name, logs):
+        """Take the place of `EngineProcess`."""
         return _Engine(self, name)
 
     @property
@@ -52,8 +52,6 @@ class MadeUp:
 
 
 class _Engine:
-    engines = 1
-
     def __init__(self, made_up: MadeUp, name: str) -> None:
         self.made_up, self.name, self.asked = made_up, name, []
 

@@ -40,17 +40,13 @@ def test_bf16_on_either_side_brings_the_mismatch_of_bf16(analysis):
 
 @pytest.mark.matrix
 def test_exact_arithmetic_leaves_every_log_prob_equal(tmp_path):
-    """Of the sampled tokens, and of the whole vocabulary at some positions, although FP32 lies inside no operation.
-
-    Sampled tokens: tests/tools/arithmetic/test_vllm_arithmetic.py; over a run: test_cluster_check.py.
-    """
-    sizes = {"max_prompts": 6, "responses": 2, "max_response_tokens": 32, "full_vocabulary": 24}
+    """Of the sampled tokens, although FP32 lies inside no operation; over a run: test_cluster_check.py."""
+    sizes = {"max_prompts": 6, "responses": 2, "max_response_tokens": 32}
     job = MismatchJob(
         rollout_dtypes=("bf16",), train_dtypes=("bf16",), output=tmp_path / "job", arithmetic="exact", **sizes
     )
     (pair,) = measure_mismatch(job, Console(file=io.StringIO()))
     assert pair.metrics["mismatch/equal_fraction"] == 1 and pair.k3 == 0 and pair.lengths.sum() > 100
-    assert pair.vocabulary is not None and pair.vocabulary[0] == pair.vocabulary[1] > 24 * 90
 
 
 def test_going_on_with_a_finished_analysis_computes_nothing(analysis):

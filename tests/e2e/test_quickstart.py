@@ -47,14 +47,11 @@ def test_what_the_user_gets(comparison):
         assert {path.name for path in (folder / precision).iterdir()} >= {"train.log", "metrics.jsonl"}
 
 
-def test_a_run_says_what_it_has_recorded(comparison):
+def test_a_run_gives_the_command_that_explains_it(comparison):
     folder, _, _ = comparison
     result = CliRunner().invoke(app, ["explain", "--run", str(folder / "fp16")])
     said = " ".join(result.output.split())
-    assert result.exit_code == 0 and "Nothing that is recorded is wrong." in said, said
-    assert "canary within its bound after all" in said and "0.0% of the responses are behind" in said
-    kept = f"--tokens {folder}/fp16/kept_tokens --step 1"
-    assert "--rollout-dtype fp16 --train-dtype fp16" in said and kept in said
+    assert result.exit_code == 0 and "--rollout-dtype fp16 --train-dtype fp16" in said, said
 
 
 def test_a_run_keeps_the_tokens_of_four_responses_a_step(comparison):

@@ -11,8 +11,8 @@ from verl_precision.cli import app
 from verl_precision.tools.gap.explain import session as explain_session
 from verl_precision.tools.gap.pairs.settings import MismatchJob
 from verl_precision.tools.jobs import job
+from verl_precision.tools.jobs.job import Store
 from verl_precision.tools.jobs.journal import Journal
-from verl_precision.tools.jobs.store import Store
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def typed() -> Callable[..., tuple[int, str]]:
 def made_up(monkeypatch) -> MadeUp:
     """Every engine that a job starts is made up."""
     made = MadeUp()
-    monkeypatch.setattr(job, "start_engine", made.start)
+    monkeypatch.setattr(job, "EngineProcess", made.start)
     monkeypatch.setattr(explain_session, "rounded_copy", lambda model, dtype, target: model)
     return made
 

@@ -21,8 +21,6 @@ DIE, SLEEP = -1, -2  # prompts
 class Echo:
     """Answers each request with this process's number, or does what the prompt says."""
 
-    engines = 1
-
     def __init__(self, fail=False):
         if fail:
             raise MemoryError("the model is too large")

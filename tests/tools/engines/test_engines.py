@@ -1,14 +1,10 @@
-"""A model that cannot do the job is refused by name; seeds; requests spread over engines on Ray."""
-
-from functools import partial
+"""A model that cannot do the job is refused by name; seeds."""
 
 import pytest
 
-from verl_precision.base.errors import ConfigurationError, RunFailedError
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.seeds import response_seed
 from verl_precision.tools.engines import model as model_module
-from verl_precision.tools.engines.engine import Response, SampleRequest
-from verl_precision.tools.engines.engine_process import RayEngines
 from verl_precision.tools.engines.model import find_model, load_tokenizer, tokenize
 from verl_precision.tools.tiny_model import IM_START
 
@@ -67,40 +63,3 @@ def test_every_response_has_a_seed_of_its_own():
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert response_seed(0, "a", 1) == response_seed(0, "a", 1) != response_seed(1, "a", 1)
     assert response_seed(0, "a", 11) != response_seed(0, "a1", 1)
-
-
-def test_requests_come_back_once_from_two_engines_on_logical_gpus():
-    ray = pytest.importorskip("ray")
-    wanted = sorted((str(problem), index) for problem in range(5) for index in range(3))
-
-    class Answers:
-        """An engine that answers everything at once; local, so that Ray takes it along."""
-
-        def __init__(self, missing: str | None = None) -> None:
-            self.asked = [] if missing is None else open(missing)
-
-        def submit(self, requests):
-            self.asked += requests
-
-        def poll(self):
-            answered, self.asked = [Response(*each.key, 1) for each in self.asked], []
-            return answered
-
-    ray.init(address="local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        with pytest.raises(RunFailedError, match=r"(?s)an engine on Ray failed.*FileNotFoundError"):
-            RayEngines(partial(Answers, "nowhere"), "local")
-        engine = RayEngines(Answers, "local")
-        assert engine.engines == 2
-        engine.submit([])
-        for share in (wanted[:9], wanted[9:]):  # a second one while the first is out
-            engine.submit([SampleRequest(problem, index, ()) for problem, index in share])
-            assert max(engine._in_flight) - min(engine._in_flight) <= 1, "kept evenly full"
-        back = []
-        while responses := engine.poll():
-            back += [(response.problem, response.response) for response in responses]
-        assert sorted(back) == wanted
-        engine.close()
-        assert ray.is_initialized()  # somebody else's: left running
-    finally:
-        ray.shutdown()

@@ -84,7 +84,7 @@ def test_a_window_that_keeps_nothing_shows_the_histogram(build, tmp_path):
     assert not (tmp_path / "out" / "kept.parquet").exists()
 
 
-def test_the_text_is_kept_if_asked_and_decided_problems_are_drawn_on(build):
-    _, folder = build([HARD[:4]], keep_text=True, all_responses=True, low=0)
+def test_the_text_is_kept_if_asked(build):
+    _, folder = build([HARD[:4]], keep_text=True, low=0, high=0, in_flight=1)
     journal = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()[1:]]
     assert [(line["text"], line["correct"]) for line in journal] == [("False", False)] * 4

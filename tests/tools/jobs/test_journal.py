@@ -9,8 +9,8 @@ import pytest
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError
 from verl_precision.base.seeds import response_seed
 from verl_precision.tools.engines.engine import Response, SampleRequest
+from verl_precision.tools.jobs.job import Series, Store
 from verl_precision.tools.jobs.journal import JOURNAL, Journal
-from verl_precision.tools.jobs.store import Series, Store
 
 SETTINGS = {"model": "m", "seed": 0, "low": "1/5"}
 FIRST, SECOND, THIRD = {"problem": "a", "value": 0.1}, {"problem": "a", "text": "text\nü"}, {"problem": "b"}

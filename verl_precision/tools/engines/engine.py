@@ -25,7 +25,6 @@ class SampleRequest(_OfResponse):
     max_tokens: int = 0  # most tokens to generate
     seed: int = 0  # of this response alone
     response_token_ids: tuple[int, ...] = ()
-    vocabulary: str = ""  # a file of all log-probs [tokens, V]: written when drawn, compared when scored
     routed_experts: Any = None  # to replay: int16 [tokens, layers, top_k] of NumPy, without the last token's
 
 
@@ -39,7 +38,6 @@ class Response(_OfResponse):
     log_probs: Any = None  # one for each token, in nats: a sequence, or an array of NumPy
     finish_reason: str | None = None  # why the response ended, in vLLM's words
     routed_experts: Any = None  # which experts computed each token of prompt and response, as in `SampleRequest`
-    equal: tuple[int, int] | None = None  # log-probs equal to those in the file of the vocabulary, and all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +68,6 @@ class ScorerSettings:
     fp32_log_probs: bool = True  # taken in FP32, as our engine does it
     fp32_output_head: bool = False  # whether the logits are computed in FP32, too
     temperature: float = 1.0
-    adapter: str | None = None  # folder of a LoRA adapter
     # verl's mode of a mixture of experts: with R2 a response tells which experts its routers choose, with R3 they take
     # those of the request.
     router_replay: str = "disabled"

@@ -1,9 +1,7 @@
-"""Where engines run: one in a process of its own on this machine, or one on each GPU of a Ray cluster.
+"""An engine in a process of its own, whose end gives all memory back.
 
 An engine (`vllm_sampler`, `fsdp_scorer`) has `submit`, which takes requests on and returns at once, and `poll`, which
-waits until at least one response is ready, and returns those that are, or none if nothing is asked. The classes here
-have both, `engines`, the number of engines that share the work, and `close`: the end of a process, its own or ours,
-gives all memory back.
+waits until at least one response is ready, and returns those that are, or none if nothing is asked.
 """
 
 import os
@@ -20,7 +18,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from verl_precision.base.errors import EnvironmentMismatchError, RunFailedError
+from verl_precision.base.errors import RunFailedError
 from verl_precision.base.owner import RUN_MARK
 from verl_precision.tools.engines.engine import Response, SampleRequest
 from verl_precision.tools.runs.failure_report import reason
@@ -34,8 +32,6 @@ class EngineProcess:
 
     `submit` and `poll` raise `RunFailedError` if the process has failed; it shows the cause and names the log.
     """
-
-    engines = 1
 
     def __init__(self, build: Callable[[], Any], name: str, logs: Path) -> None:
         """Start the process and return at once; the model loads meanwhile. Each process has a new log."""
@@ -118,89 +114,6 @@ def _receive(connection: Connection, inbox: SimpleQueue) -> None:
             inbox.put(connection.recv())
     except (EOFError, ConnectionError):
         os._exit(1)
-
-
-class RayEngines:
-    """Spreads requests over engines; every method raises `RunFailedError` if one fails."""
-
-    def __init__(self, build: Callable[[], Any], address: str) -> None:
-        """Start the engines and wait until all are ready; the address `local` starts a cluster."""
-        import ray
-
-        self._ray, self._started_here = ray, not ray.is_initialized()
-        self._actors: list[Any] = []
-        self._polls: dict[Any, int] = {}  # answer to come -> index of its engine
-        if self._started_here:
-            try:
-                ray.init(address=address, log_to_driver=False)
-            except (ConnectionError, ValueError) as error:
-                problem = f"--ray-address {address}: no Ray cluster answers there ({error})"
-                remedy = "Start one with `ray start --head`, or leave --ray-address out."
-                raise EnvironmentMismatchError(problem, remedy=remedy) from error
-        try:
-            gpus = ray.cluster_resources().get("GPU", 0)
-            if gpus < 1:
-                problem = f"Ray's cluster has {gpus:g} GPU(s), and each engine takes one"
-                remedy = "Give another --ray-address, or leave it out to run one engine here."
-                raise EnvironmentMismatchError(problem, remedy=remedy)
-            self.engines = int(gpus)
-            actor = ray.remote(num_gpus=1, num_cpus=1)(_Actor)
-            self._actors = [actor.remote(build) for _ in range(self.engines)]
-            self._in_flight = [0] * self.engines
-            self._get([actor.__ray_ready__.remote() for actor in self._actors])
-        except BaseException:
-            self.close()
-            raise
-
-    def submit(self, requests: Sequence[SampleRequest]) -> None:
-        """Hand each request to the engine with the fewest in flight."""
-        shares: list[list[SampleRequest]] = [[] for _ in self._actors]
-        for request in requests:
-            index = min(range(self.engines), key=self._in_flight.__getitem__)
-            shares[index].append(request)
-            self._in_flight[index] += 1
-        for actor, share in zip(self._actors, shares, strict=True):
-            actor.submit.remote(share)
-
-    def poll(self) -> list[Response]:
-        """Wait until some engine has a response ready; return what it has."""
-        for index, actor in enumerate(self._actors):
-            if self._in_flight[index] and index not in self._polls.values():
-                self._polls[actor.poll.remote()] = index
-        if not self._polls:
-            return []
-        (answer,), _ = self._ray.wait(list(self._polls), num_returns=1)
-        responses = self._get(answer)
-        self._in_flight[self._polls.pop(answer)] -= len(responses)
-        return responses
-
-    def close(self) -> None:
-        """End the engines, and Ray if it was started here."""
-        for actor in self._actors:
-            self._ray.kill(actor)
-        if self._started_here:
-            self._ray.shutdown()
-
-    def _get(self, futures: Any) -> Any:
-        try:
-            return self._ray.get(futures)
-        except self._ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None) or error
-            kept = "what is done is kept, and the same command continues"
-            raise RunFailedError(f"an engine on Ray failed; {kept}.\n  {type(cause).__name__}: {cause}") from error
-
-
-class _Actor:
-    """Runs an engine in a Ray actor."""
-
-    def __init__(self, build: Callable[[], Any]) -> None:
-        self._engine = build()
-
-    def submit(self, requests: Sequence[SampleRequest]) -> None:
-        self._engine.submit(requests)
-
-    def poll(self) -> list[Response]:
-        return self._engine.poll()
 
 
 if __name__ == "__main__":

@@ -3,13 +3,8 @@
 One rank, FP32 master weights, the engine and the settings of `precision=<dtype>`.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from verl_precision.base.dtypes import long
 from verl_precision.tools.engines.engine import Response, SampleRequest, ScorerSettings, prepare_process
@@ -30,8 +25,7 @@ class TrainerEngine:
         from verl_precision.tools.selftest.single_rank import make_group_of_one
 
         make_group_of_one("cuda" if on_gpu else "cpu")
-        adapter, dtype, packed = settings.adapter, settings.dtype, settings.packed
-        rank = 0 if adapter is None else int(json.loads((Path(adapter) / "adapter_config.json").read_text())["r"])
+        dtype, packed = settings.dtype, settings.packed
         self._packed = settings.attention == "flash_attention_2" if packed is None else packed
         self._settings = settings
         self._engine = EngineRegistry.get_engine_cls("language_model", "fsdp2")(
@@ -39,9 +33,6 @@ class TrainerEngine:
                 path=model_location(settings.model),
                 use_remove_padding=self._packed,
                 enable_gradient_checkpointing=False,
-                lora_adapter_path=adapter,
-                lora_rank=rank,  # without it verl loads no adapter
-                lora={"merge": True},
                 override_config={"attn_implementation": settings.attention},
             ),
             engine_config=PrecisionFSDPConfig(
@@ -69,28 +60,8 @@ class TrainerEngine:
         """Score everything that waits; an empty response has no log-probs."""
         requests, self._waiting = self._waiting, []
         empty = [Response(*r.key, 0, log_probs=()) for r in requests if not r.response_token_ids]
-        filled = [request for request in requests if request.response_token_ids and not request.vocabulary]
-        whole = [self._compared(request) for request in requests if request.response_token_ids and request.vocabulary]
-        return empty + whole + (self._scored(filled) if filled else [])
-
-    def _compared(self, request: SampleRequest) -> Response:
-        """Score a response alone, and compare all log-probs of its positions with those in the file."""
-        import torch
-
-        from verl_precision.engine.arithmetic_choice import inner_dtype
-        from verl_precision.engine.log_probs import log_softmax
-
-        kept: list[Any] = []
-        hook = self._engine.module.register_forward_hook(lambda module, args, output: kept.append(output.logits))
-        try:
-            (response,) = self._scored([request])
-        finally:
-            hook.remove()
-        x = kept[0][0, len(request.prompt_token_ids) - 1 :][: response.length].float() / self._settings.temperature
-        inner = inner_dtype()
-        ours = x - x.logsumexp(-1, keepdim=True) if inner is None else log_softmax(x, inner=inner)
-        theirs = torch.from_numpy(np.load(request.vocabulary))
-        return replace(response, equal=(int((ours.cpu() == theirs).sum()), theirs.numel()))
+        filled = [request for request in requests if request.response_token_ids]
+        return empty + (self._scored(filled) if filled else [])
 
     def _scored(self, requests: list[SampleRequest]) -> list[Response]:
         """Return log π of each response's tokens, FP32, and what its routers chose where that is asked for."""

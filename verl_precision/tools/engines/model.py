@@ -42,21 +42,15 @@ class Model:
             remedy = f"Choose another {option}."
             raise ConfigurationError(f"{problem}, whose activations overflow", allowed="bf16, fp32", remedy=remedy)
 
-    def require_arithmetic(self, arithmetic: str, ray_address: str | None) -> None:
-        """Refuse operations that are rounded once on GPUs, which have others, and for a model that has others."""
-        if arithmetic == "native":
-            return
+    def require_arithmetic(self, arithmetic: str) -> None:
+        """Refuse other operations than a GPU's own on one."""
         import torch
-        from transformers import AutoConfig
 
-        from verl_precision.engine.arithmetic_choice import require_family
-
-        if torch.cuda.is_available() or ray_address is not None:
+        if arithmetic != "native" and torch.cuda.is_available():
             raise ConfigurationError(
                 "vLLM's operations are replaced on a CPU alone", setting="--arithmetic", value=arithmetic,
                 allowed="native on GPUs", remedy="Use --arithmetic native.",
             )  # fmt: skip
-        require_family(AutoConfig.from_pretrained(model_location(self.name)))
 
 
 def model_location(model: str) -> str:

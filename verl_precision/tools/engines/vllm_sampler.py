@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from verl_precision.base.dtypes import long
 from verl_precision.check.rules.attention import gated_delta_nets
 from verl_precision.integration.ledger import require_feature
@@ -66,9 +64,7 @@ class VllmEngine:
             top_k=self._settings.top_k,
             max_tokens=request.max_tokens,
             seed=request.seed,
-            # 0: of the sampled token alone, -1: of all, without an object for each
-            logprobs=(-1 if request.vocabulary else 0) if self._settings.log_probs else None,
-            flat_logprobs=bool(request.vocabulary),
+            logprobs=0 if self._settings.log_probs else None,  # 0: of the sampled token alone
             detokenize=not self._settings.log_probs,
             output_kind=when,
         )
@@ -87,11 +83,7 @@ class VllmEngine:
     def _drawn(self, request: SampleRequest, output: Any) -> Response:
         drawn = output.outputs[0]
         ids, text, log_probs = tuple(drawn.token_ids), drawn.text, None
-        if request.vocabulary:
-            rows = _rows(drawn.logprobs)
-            text, log_probs = None, tuple(row[token].item() for row, token in zip(rows, ids, strict=True))
-            np.save(request.vocabulary, rows)
-        elif self._settings.log_probs:
+        if self._settings.log_probs:
             text, log_probs = None, tuple(at[token].logprob for at, token in zip(drawn.logprobs, ids, strict=True))
         experts = _experts(drawn, len(request.prompt_token_ids + ids))
         of_tokens: dict[str, Any] = {"token_ids": ids, "log_probs": log_probs, "routed_experts": experts}
@@ -103,15 +95,6 @@ class VllmEngine:
         log_probs = tuple(at[token].logprob for at, token in zip(places, ids, strict=True))
         experts = _experts(output.outputs[0], len(request.prompt_token_ids + ids))
         return Response(*request.key, len(ids), log_probs=log_probs, routed_experts=experts)
-
-
-def _rows(flat: Any) -> np.ndarray:
-    """Return all log-probs of each position, [T, V] by token id; vLLM has them by rank, the drawn token's twice."""
-    bounds = list(zip(flat.start_indices, flat.end_indices, strict=True))
-    rows = np.empty((len(bounds), bounds[0][1] - 1), np.float32)
-    for row, (start, end) in zip(rows, bounds, strict=True):
-        row[flat.token_ids[start:end]] = flat.logprobs[start:end]
-    return rows
 
 
 def _experts(output: Any, length: int) -> Any:

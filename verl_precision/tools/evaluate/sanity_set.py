@@ -25,7 +25,7 @@ class _Responses(Schedule, Tasks):
     """What the schedule hands out: each response is judged, written to the journal, and counted."""
 
     def __init__(self, job: SanitySet, journal: Journal, judging: Judging, problems: Sequence[str]) -> None:
-        super().__init__(problems, job.window, early_stopping=not job.all_responses)
+        super().__init__(problems, job.window)
         self._journal, self._judging, self._max_tokens = journal, judging, job.max_response_length
         for record in journal.records(_FIELDS):
             self.count(*(record[name] for name in _FIELDS))

@@ -104,9 +104,9 @@ class Schedule:
     in which they come back changes the set that is kept.
     """
 
-    def __init__(self, problems: Iterable[str], window: Window, early_stopping: bool = True) -> None:
-        """Start with nothing drawn; without `early_stopping`, all n responses to each problem will be."""
-        self.window, self.early_stopping = window, early_stopping
+    def __init__(self, problems: Iterable[str], window: Window) -> None:
+        """Start with nothing drawn."""
+        self.window = window
         self.tallies = {problem: Tally() for problem in problems}
         self.total, self.drawn = len(self.tallies), 0  # problems, and responses counted
         self._open = dict.fromkeys(self.tallies)  # in order
@@ -120,8 +120,6 @@ class Schedule:
     def verdict(self, problem: str) -> Verdict:
         """Return what is known of a problem."""
         tally = self.tallies[problem]
-        if not self.early_stopping and tally.drawn < self.window.responses:
-            return Verdict.OPEN
         return self.window.verdict(tally.correct_count, tally.drawn)
 
     def kept(self) -> list[str]:
@@ -160,9 +158,7 @@ class Schedule:
 
     def _needed(self, problem: str) -> int:
         tally = self.tallies[problem]
-        if self.early_stopping:
-            return max(self.window.min_responses_to_decide(tally.correct_count, tally.drawn) - len(tally.asked), 0)
-        return self.window.responses - tally.drawn - len(tally.asked)
+        return max(self.window.min_responses_to_decide(tally.correct_count, tally.drawn) - len(tally.asked), 0)
 
     def _take(self, problem: str, count: int) -> list[Key]:
         tally = self.tallies[problem]

@@ -2,12 +2,11 @@
 
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from verl_precision.base.dtypes import Dtype
-from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.settings import command_option, option, require_each_once, settings
 from verl_precision.tools.evaluate.schedule import Window
 from verl_precision.tools.jobs.settings import JobSettings
@@ -44,15 +43,11 @@ class Evaluation(JudgedJob):
     )
 
     def __post_init__(self) -> None:
-        """Refuse what is given twice, and several responses that would be the same one."""
+        """Refuse what is given twice."""
         stems = tuple(path.stem for path in self.data)
         require_each_once("--data", stems, "each once; data sets are called by the name of their file")
         require_each_once("--context", self.contexts)
         require_each_once("--dtype", self.dtypes)
-        if self.temperature == 0 and self.responses > 1:
-            problem, remedy = "at temperature 0 all responses to a problem are the same", "Give --temperature above 0."
-            given: dict[str, Any] = {"setting": "--responses", "value": self.responses, "allowed": "1"}
-            raise ConfigurationError(problem, remedy=remedy, **given)
 
     @property
     def longest_context(self) -> int:
@@ -75,8 +70,7 @@ class SanitySet(JudgedJob):
     dtype: Dtype = option(default="fp16", help="Dtype of the engine.")
     max_prompt_length: int = option(default=1024, help="Largest number of tokens; longer prompts are left out.", ge=1)
     max_response_length: int = option(default=6976, help="Largest number of tokens; longer responses are cut.", ge=1)
-    in_flight: int = option(default=512, help="Responses that each engine draws at a time.", ge=1, recorded=False)
-    all_responses: bool = option(default=False, help="Also draw for decided problems.", recorded=False)
+    in_flight: int = option(default=512, help="Responses that the engine draws at a time.", ge=1, recorded=False)
 
     def __post_init__(self) -> None:
         """Refuse a window that cannot keep anything."""

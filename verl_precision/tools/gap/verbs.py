@@ -34,7 +34,7 @@ def explain(
         Option(help="A recipe's YAML, which has model, dtypes, sampling and 16 prompts. Options go before it."),
     ] = None,
     run: Annotated[
-        Path | None, Option(help="Folder or metrics file of a run: say what it has recorded. Nothing is computed.")
+        Path | None, Option(help="Folder or metrics file of a run: print the command that explains it.")
     ] = None,
 ) -> None:
     """Say which cause makes the gap between rollout and trainer, and what to do about it.
@@ -44,8 +44,7 @@ def explain(
     consecutive steps is attributed to the one setting that changed, and the parts add up to the whole gap. "Nothing is
     wrong" is an answer too.
 
-    With --recipe, settings are the recipe's. With --run, summarise what a finished run recorded and print the command
-    that measures the rest.
+    With --recipe, settings are the recipe's. With --run, the command with a run's settings is printed.
 
     Writes explanation.json. A job that was interrupted continues when the command is repeated. One model is in memory
     at a time.
@@ -57,7 +56,7 @@ def explain(
     if (recipe and run) or (overrides and not recipe):
         raise BadParameter("allowed is --recipe with its overrides, or --run, or neither. Leave one out.")
     if run is not None and given:
-        raise BadParameter(f"--run tells what is recorded. Leave out {command_option(min(given))}.")
+        raise BadParameter(f"--run computes nothing. Leave out {command_option(min(given))}.")
     if run is not None:
         with silence_third_party():
             from verl_precision.tools.gap.explain.from_run import show_run

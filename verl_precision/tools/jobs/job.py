@@ -1,36 +1,47 @@
-"""Every job that draws or scores: its folder, its journal, its engines, the loop over its tasks, and what it leaves."""
+"""Every job that draws or scores: its folder, its journal, its engines, the loop over its tasks, and what it leaves.
+
+In the journal of samples and their scores, a sample is a line {rollout, problem, response, token_ids, log_probs}, a
+score a line {rollout, train, problem, response, log_probs}. `rollout` names who sampled and `train` who scored;
+`problem` is the number of the prompt. Log-probs have the nine digits that tell every FP32 number from its neighbours.
+Where experts are recorded, a line has `routed_experts`, too: {shape, data}, int16 in base64.
+"""
 
 import math
 import sys
 import time
+from base64 import b64decode, b64encode
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.markdown import Markdown
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from verl_precision.base.errors import CheckpointStateError
 from verl_precision.base.files import write_file
+from verl_precision.base.seeds import response_seed
+from verl_precision.base.settings import recorded
 from verl_precision.base.versions import installed_versions
 from verl_precision.tools.engines.engine import Response, SampleRequest
-from verl_precision.tools.engines.engine_process import EngineProcess, RayEngines
-from verl_precision.tools.jobs.journal import Journal, Key
-from verl_precision.tools.jobs.settings import JobSettings
+from verl_precision.tools.engines.engine_process import EngineProcess
+from verl_precision.tools.jobs.journal import START_AGAIN, Journal, Key
+from verl_precision.tools.jobs.settings import JobSettings, PromptedJob
 from verl_precision.tools.show.tables import write_json
 
 _VERSION = "version of "
 PROMPTS = "prompt_token_ids"
 _SECONDS_BETWEEN_LINES = 60
+_FIELDS = {"rollout": str, "problem": str, "response": int, "log_probs": list}
 
 
 class Tasks:
     """The responses that a job wants, each asked for once, in their order; what it does with them is its own."""
 
-    in_flight: int | None = None  # responses in flight for each engine; None for the job's number
+    in_flight: int | None = None  # responses in flight; None for the job's number
 
     def __init__(self, words: str, keys: Sequence[Key], finished: Collection[Key]) -> None:
         """Begin with what is finished, to which `record` adds; `words` say what `done` counts."""
@@ -85,7 +96,7 @@ class Job:
         """
         unfinished = [each for each in tasks if each.done < each.total]
         if unfinished:
-            with closing(start_engine(build, name, self.folder, self.settings.ray_address)) as engine:
+            with closing(EngineProcess(build, name, self.folder / "logs")) as engine:
                 for each in unfinished:
                     work_through(engine, each, each.in_flight or self.settings.in_flight, self.console)
 
@@ -105,31 +116,26 @@ class Job:
         self.console.print(f"wrote {', '.join(names)} to {self.folder}", highlight=False, soft_wrap=True)
 
 
-def work_through(engine: EngineProcess | RayEngines, tasks: Tasks, in_flight: int, console: Console) -> None:
+def work_through(engine: EngineProcess, tasks: Tasks, in_flight: int, console: Console) -> None:
     """Ask an engine until the tasks are finished; what is still in flight then is left unfinished.
 
-    `in_flight` responses for each engine keep it full. Progress is a live bar on a terminal, a line a minute elsewhere.
+    `in_flight` responses keep it full. Progress is a line a minute.
     """
     asked, said = 0, -math.inf
-    left = TimeRemainingColumn(elapsed_when_finished=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), left)
-    with Progress(*columns, console=console, refresh_per_second=2, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=tasks.total)
-        while True:
-            finished, now = tasks.done == tasks.total, time.monotonic()
-            bar.update(task, completed=tasks.done, description=tasks.words)
-            if not console.is_terminal and (finished or now >= said + _SECONDS_BETWEEN_LINES):
-                console.print(f"{tasks.done}/{tasks.total} {tasks.words}", highlight=False)
-                said = now
-            if finished:
-                return
-            wanted = tasks.next_requests(in_flight * engine.engines - asked)
-            if wanted:
-                engine.submit(wanted)
-            responses = engine.poll()
-            for response in responses:
-                tasks.record(response)
-            asked += len(wanted) - len(responses)
+    while True:
+        finished, now = tasks.done == tasks.total, time.monotonic()
+        if finished or now >= said + _SECONDS_BETWEEN_LINES:
+            console.print(f"{tasks.done}/{tasks.total} {tasks.words}", highlight=False)
+            said = now
+        if finished:
+            return
+        wanted = tasks.next_requests(in_flight - asked)
+        if wanted:
+            engine.submit(wanted)
+        responses = engine.poll()
+        for response in responses:
+            tasks.record(response)
+        asked += len(wanted) - len(responses)
 
 
 def recorded_versions() -> dict[str, str]:
@@ -137,6 +143,82 @@ def recorded_versions() -> dict[str, str]:
     return {f"{_VERSION}{name}": version for name, version in installed_versions().items()}
 
 
-def start_engine(build: partial, name: str, folder: Path, ray_address: str | None) -> EngineProcess | RayEngines:
-    """Start one engine on this machine, or with an address one on each GPU of that Ray cluster; see `complete`."""
-    return EngineProcess(build, name, folder / "logs") if ray_address is None else RayEngines(build, ray_address)
+class Store:
+    """The samples and scores of a job."""
+
+    def __init__(self, journal: Journal, job: PromptedJob, prompt_ids: Sequence[tuple[int, ...]]) -> None:
+        """Read which samples and scores the journal has."""
+        self.job, self.journal, self.prompt_ids = job, journal, prompt_ids
+        self.keys: list[Key] = [(str(p), r) for p in range(len(prompt_ids)) for r in range(job.responses)]
+        # (rollout dtype, train dtype, or None for the samples) -> what there is of that series
+        self.series: dict[tuple[str, str | None], dict[Key, Response]] = defaultdict(dict)
+        for record in journal.records(_FIELDS):
+            response = _response(record)
+            self.series[record["rollout"], record.get("train")][response.key] = response
+
+    def log_probs(self, rollout: str, train: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return lengths [B] of all responses, log π [N] and log μ [N] of their tokens, in float64."""
+        mu, pi = ([self.series[rollout, side][key].log_probs for key in self.keys] for side in (None, train))
+        for (prompt, response), sampled, scored in zip(self.keys, mu, pi, strict=True):
+            if len(sampled) != len(scored):
+                problem = f"{self.journal.path}: response {response} to prompt {prompt} has {len(sampled)} tokens in "
+                problem += f"{rollout}, and {len(scored)} scores in {train}"
+                raise CheckpointStateError(problem, allowed="one score a token", remedy=START_AGAIN)
+        lengths = np.array([len(values) for values in mu])
+        return lengths, np.concatenate(pi).astype(np.float64), np.concatenate(mu).astype(np.float64)
+
+
+def _response(record: dict[str, Any]) -> Response:
+    log_probs, ids, experts = record["log_probs"], record.get("token_ids"), record.get("routed_experts")
+    if experts is not None:
+        experts = np.frombuffer(b64decode(experts["data"]), "<i2").reshape(experts["shape"])
+    return Response(
+        problem=record["problem"], response=record["response"], length=len(log_probs),
+        log_probs=np.array(log_probs, np.float32), token_ids=ids and tuple(ids), routed_experts=experts,
+    )  # fmt: skip
+
+
+@contextmanager
+def open_store(
+    job: Job, settings: PromptedJob, prompt_ids: Sequence[tuple[int, ...]], **fingerprints: Any
+) -> Iterator[Store]:
+    """Open the journal of samples and scores; it belongs to these prompts, fingerprints and versions."""
+    with job.journal({**recorded(settings), **fingerprints, **recorded_versions(), PROMPTS: prompt_ids}) as journal:
+        yield Store(journal, settings, prompt_ids)
+
+
+class Series(Tasks):
+    """The samples of a rollout, or with a trainer their scores."""
+
+    def __init__(
+        self, store: Store, rollout: str, train: str | None = None, what: str = "", keys: Sequence[Key] | None = None
+    ) -> None:
+        """Find what is missing; `what` says what the series is, where the names do not; `keys` are all by default."""
+        self._store, self._rollout, self._train = store, rollout, train
+        self._found = store.series[rollout, train]
+        what = what or f"responses sampled in {rollout}" + (f", scored in {train}" if train else "")
+        super().__init__(what, store.keys if keys is None else keys, self._found)
+
+    def _request(self, problem: str, response: int) -> SampleRequest:
+        store, prompt = self._store, self._store.prompt_ids[int(problem)]
+        if self._train is None:
+            seed = response_seed(store.job.seed, problem, response)
+            return SampleRequest(problem, response, prompt, store.job.max_response_tokens, seed)
+        drawn = store.series[self._rollout, None][problem, response].token_ids or ()
+        return SampleRequest(problem, response, prompt, response_token_ids=drawn)
+
+    def record(self, response: Response) -> None:
+        """Write a sample or a score, then count it."""
+        if (experts := response.routed_experts) is not None:
+            experts = {"shape": experts.shape, "data": b64encode(experts.astype("<i2").tobytes()).decode()}
+        record: dict[str, Any] = {
+            "rollout": self._rollout,
+            "train": self._train,
+            "problem": response.problem,
+            "response": response.response,
+            "token_ids": response.token_ids,
+            "log_probs": [float(f"{value:.9g}") for value in response.log_probs or ()],
+            "routed_experts": experts,
+        }
+        self._store.journal.append(record)
+        self._found[response.key] = _response(record)

@@ -19,15 +19,12 @@ class JobSettings:
     model: str = option(help="Folder or hub name of the model.")
     seed: int = option(default=0, help="Sampling seed. Each response gets its own seed from it.", ge=0)
     in_flight: int = option(
-        default=256, help="Responses that each engine draws or scores at a time.", ge=1, recorded=False
+        default=256, help="Responses that an engine draws or scores at a time.", ge=1, recorded=False
     )
     output: Path | None = option(
         "--output", "-o", default=None, recorded=False,
         help="Folder of the results. A folder given again is resumed. Default: outputs/<verb>/<model>.",
     )  # fmt: skip
-    ray_address: str | None = option(
-        default=None, help="Share the work among the GPUs of this Ray, e.g. auto; `local` starts one.", recorded=False
-    )
 
     @property
     def folder(self) -> Path:

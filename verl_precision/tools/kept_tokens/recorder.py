@@ -1,4 +1,4 @@
-"""The trainer callback that keeps the tokens of a few responses of each step, for `watch`, `report`, `explain --run`.
+"""The trainer callback that keeps the tokens of a few responses of each step, for `watch` and `report`.
 
 Which responses: `mismatch/candidates.py`. The files: `kept_file.py`. Log-probs of the trainer are those that the
 measurement has: verl's old ones, or, in bypass mode and with `ratio_source=shadow`, those of the first mini-batch of

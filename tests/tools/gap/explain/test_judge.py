@@ -72,7 +72,7 @@ def judged(job=JOB, bf16_cost=COST, terms=128, **sizes):
     of = [sizes.get(one.cause, 0.0) for one in chain[1:]]
     parts = tuple(Part(nats=size, k3=size**2, size=size, without=0.0, equal=float(not size)) for size in of)
     attribution = Attribution(parts, sum(p.nats for p in parts), sum(p.k3 for p in parts), 100, 0)
-    found = findings(job, chain, attribution, bf16_cost, {"weights": "1 of 3 tensors differs"}, terms)
+    found = findings(job, chain, attribution, bf16_cost, terms)
     return Result(chain, found, attribution, bf16_cost)
 
 
@@ -125,10 +125,7 @@ WHOLE = {
     "cuda_graphs": True,
 }  # fmt: skip
 RAW = {"raw_log_probs": True, "temperature": 0.8, "top_p": 0.8}
-LORA = {"adapter": "folder", "rollout_dtype": "bf16", "train_dtype": "fp16"}
-ELSEWHERE = {  # causes that the whole path has not
-    *("staleness", "routing", "temperature", "merged_lora", "rollout_kernels", "trainer_kernels")
-}
+ELSEWHERE = {"routing", "temperature"}  # causes that the whole path has not
 
 
 def job(**changes):
@@ -143,32 +140,15 @@ def test_whole_path():
     assert plain == ["decode", "batch", "engine", "layout"]
 
 
-def test_exact_arithmetic_is_between_the_engines_or_everywhere():
-    ours, fp16 = {"rollout_model": "older", "exact": True}, {"rollout_dtype": "fp16", "train_dtype": "fp16"}
-    chain = variants(job(**ours))
-    assert [(one.cause, one.arithmetic) for one in chain[3:]] == [
-        ("rollout_kernels", "exact"), ("engine", "exact"), ("weights", "exact"), ("trainer_kernels", "native"),
-        ("layout", "native"),
-    ]  # fmt: skip
-    chain = variants(job(arithmetic="exact"))
-    assert [one.cause for one in chain[1:]] == ["decode", "batch", "engine", "layout"]
-    assert {(one.arithmetic, one.dtype) for one in chain} == {("exact", "bf16")}
-    for settings in (ours, {**ours, **fp16}, {"arithmetic": "exact"}):
-        chain = variants(job(**settings))
-        before, after = reference(job(**settings), chain)
-        assert (before.dtype, after.dtype, before.engine, after.engine) == ("fp32", "bf16", "trainer", "trainer")
-        assert (after in chain) == (not settings.items() >= fp16.items()) and before.name not in {o.name for o in chain}
-
-
 def test_no_rounding_excuses_a_step_in_exact_arithmetic():
-    ours = Explanation(model="m", prompts="p", exact=True)
-    result = judged(ours, rollout_kernels=COST, trainer_kernels=COST, layout=COST / 2)
-    assert not any(each.fault for each in result.findings)
-    assert "Nothing is wrong" in verdict(ours, result) and "100 of 100 tokens equal log-probs" in verdict(ours, result)
-    assert [each.variant.cause for each in judged(ours, engine=1e-5).findings if each.fault] == ["engine"]
-    everywhere = Explanation(model="m", prompts="p", arithmetic="exact")
+    exact = job(arithmetic="exact")
+    chain = variants(exact)
+    assert {(one.arithmetic, one.dtype) for one in chain} == {("exact", "bf16")}
+    before, after = reference(exact, chain)
+    assert (before.dtype, after.dtype, after in chain) == ("fp32", "bf16", True)
+    assert "100 of 100 tokens equal log-probs" in verdict(exact, judged(exact))
     for cause in ("decode", "batch", "engine", "layout"):
-        assert [e.variant.cause for e in judged(everywhere, **{cause: 1e-5}).findings if e.fault] == [cause]
+        assert [e.variant.cause for e in judged(exact, **{cause: 1e-5}).findings if e.fault] == [cause]
 
 
 def test_raw_log_probs_know_neither_temperature_nor_truncation():
@@ -178,13 +158,10 @@ def test_raw_log_probs_know_neither_temperature_nor_truncation():
     assert "temperature" not in {one.cause for one in variants(job(raw_log_probs=True))}, "there is nothing to divide"
 
 
-def test_choices_of_experts_are_recorded_everywhere_and_an_adapter_is_merged_on_the_rollouts_side_alone():
+def test_choices_of_experts_are_recorded_everywhere():
     assert {one.routing for one in variants(job(), routed=True)} == {"recorded"}
     one = replayed(variants(job(), routed=True))
     assert (one.routing, one.dtype, one.engine) == ("replayed", "fp32", "trainer")
-    chain = variants(job(**LORA))
-    assert [one.adapter for one in chain] == [False] * 5 + [True] * 3
-    assert [one.cause for one in chain[4:]] == ["engine", "merged_lora", "trainer_precision", "layout"]
 
 
 @pytest.mark.parametrize(
@@ -193,8 +170,6 @@ def test_choices_of_experts_are_recorded_everywhere_and_an_adapter_is_merged_on_
         {},
         WHOLE,
         RAW,
-        LORA,
-        {"exact": True},
         {"arithmetic": "exact", "packed": True},
         {"train_dtype": "fp32"},
         {"rollout_dtype": "fp32", "top_k": 5},
@@ -205,8 +180,7 @@ def test_neighbours_differ_in_what_the_cause_says(case):
     may_change = {  # that of weights too where these are those that the dtype held
         "temperature": {"tempered"}, "sampling": {"processed"}, "cache": {"cached"}, "decode": {"draws", "processed"},
         "batch": {"alone"}, "cuda_graphs": {"compiled"}, "rollout_precision": {"dtype", "rounded_to"},
-        "rollout_kernels": {"arithmetic", "rounded_to"}, "trainer_kernels": {"arithmetic", "rounded_to", "model"},
-        "engine": {"engine", "rounded_to"}, "weights": {"model"}, "merged_lora": {"adapter", "rounded_to"},
+        "engine": {"engine", "rounded_to"}, "weights": {"model"},
         "weight_rounding": {"rounded_to"}, "trainer_precision": {"dtype", "rounded_to", "model"},
         "attention": {"attention"}, "output_head": {"fp32_output_head"}, "log_probs": {"fp32_log_probs"},
         "layout": {"alone", "packed"},
@@ -222,16 +196,3 @@ def test_reference_has_bf16_and_nothing_else(train):
     before, after = reference(job(train_dtype=train, rollout_dtype="fp16"), chain)
     assert (before.dtype, after.dtype, before.engine, after.engine) == ("fp32", "bf16", "trainer", "trainer")
     assert (after in chain) == (train == "bf16")
-
-
-@pytest.mark.parametrize(("settings", "cause"), [
-    ({}, "decode"),
-    ({"top_p": 0.8, "prefix_caching": True}, "sampling"),
-    ({"raw_log_probs": True, "temperature": 0.7, "prefix_caching": True}, "temperature"),
-])  # fmt: skip
-def test_of_kept_tokens_one_step_holds_all_that_was_special_about_the_drawing(settings, cause):
-    chain = variants(Explanation(tokens="kept_tokens", **settings))
-    assert [one.draws for one in chain] == [True] + [False] * (len(chain) - 1)
-    assert chain[1].cause == cause and chain[1].name == "prefill"
-    scored = [one for one in variants(Explanation(**settings)) if not one.draws]
-    assert chain[2:] == scored[1:], "from there on it is the path of fresh tokens"

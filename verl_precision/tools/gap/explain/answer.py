@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from verl_precision.base.dtypes import EXACT
 from verl_precision.base.terminal import paragraph
 from verl_precision.tools.gap.explain.judge import Finding, Result
 from verl_precision.tools.gap.explain.settings import Explanation
@@ -19,7 +20,7 @@ _COLUMNS = ("step: what is changed", "size (nats)", "by rounding", "part of |gap
 def verdict(job: Explanation, result: Result) -> str:
     """Return the answer in a sentence or two."""
     gap = f"Mean |gap| {result.attribution.nats:.2e} nats, k3 {result.attribution.k3:.2e}."
-    if job.through_exact:
+    if job.arithmetic == EXACT:
         (equal,) = (each.part.equal for each in result.findings if each.variant.cause == "engine")
         tokens = result.attribution.tokens
         gap += f" In exact arithmetic both engines give {equal * tokens:.0f} of {tokens} tokens equal log-probs."

@@ -130,7 +130,6 @@ def judge(
     chain: list[Variant],
     log_probs: Mapping[str, np.ndarray],
     routing: Routing | None,
-    evidence: Mapping[str, str],
     terms: int,
 ) -> Result:
     """Share the gap among the steps, and judge each; `log_probs` has those of the reference too.
@@ -139,7 +138,9 @@ def judge(
     """
     before, after = (one.name for one in reference(job, chain))
     cost = log_probs[after] - log_probs[before]
+    evidence = ""
     if routing is not None:
+        evidence = f"{routing.changed:.2%} of the choices differ between rollout and trainer"
         cost = cost - (routing.log_probs[after] - routing.log_probs[before])
     bf16_cost = float(np.nanmean(np.abs(cost)))
 
@@ -148,7 +149,7 @@ def judge(
         if routing is not None:
             steps, values = with_routing(chain, log_probs, routing, kept)
         attribution = attribute(values)
-        return Result(steps, findings(job, steps, attribution, bf16_cost, evidence, terms), attribution, bf16_cost)
+        return Result(steps, findings(job, steps, attribution, bf16_cost, terms, evidence), attribution, bf16_cost)
 
     # Steps that are no rounding, and then all that are faults: what they do to the choice of experts is their own.
     no_rounding = {cause for cause, known in CAUSES.items() if not known.rounding_of}
@@ -185,12 +186,12 @@ def findings(
     chain: Sequence[Variant],
     attribution: Attribution,
     bf16_cost: float,
-    evidence: Mapping[str, str],
     terms: int,
+    evidence: str = "",
 ) -> list[Finding]:
     """Judge each step; faults come first, the largest part of the k3 before.
 
-    No rounding excuses a step that stays in exact arithmetic.
+    `evidence` is that of `routing`. No rounding excuses a step that stays in exact arithmetic.
     A dtype with n more bits than BF16 is expected to make 2⁻ⁿ of its cost. Of BF16 and FP16 that is all: their products
     are summed in FP32, and rounded once. FP32's own sums are rounded at every term, and the errors of K terms add up
     like a random walk's, to √K times one rounding (Higham and Mary 2019, doi:10.1137/18M1226312); K is `terms`.
@@ -205,5 +206,6 @@ def findings(
         if bits and min(bits) == DTYPES["fp32"].bits:
             expected *= math.sqrt(terms)
         fault = part.size > max(cause.most * expected, FLOOR)
-        found.append(Finding(variant, cause, part, expected, fault, evidence.get(variant.cause, "")))
+        seen = evidence if variant.cause == "routing" else ""
+        found.append(Finding(variant, cause, part, expected, fault, seen))
     return sorted(found, key=lambda one: (not one.fault, -one.part.k3))

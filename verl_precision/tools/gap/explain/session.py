@@ -1,7 +1,5 @@
 """An explanation from end to end: missing variants are computed, then the answer is written."""
 
-import hashlib
-import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,15 +9,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub import snapshot_download
 from rich.console import Console
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
+from verl_precision.base.dtypes import DTYPES, torch_dtype
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import new_folder
 from verl_precision.base.mergeable import Mean
 from verl_precision.engine.router_replay import FAMILIES as ROUTED_FAMILIES
 from verl_precision.engine.router_replay import equal_choices
-from verl_precision.tools.engines.engine import Response, SampleRequest, SamplerSettings, ScorerSettings
+from verl_precision.tools.engines.engine import SampleRequest, SamplerSettings, ScorerSettings
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
-from verl_precision.tools.engines.model import Model, find_model
+from verl_precision.tools.engines.model import find_model, model_location
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 from verl_precision.tools.gap.explain.answer import FILE, show, write
 from verl_precision.tools.gap.explain.judge import Result, Routing, judge, longest_sum
@@ -33,12 +36,9 @@ from verl_precision.tools.gap.explain.variants import (
     replayed,
     variants,
 )
-from verl_precision.tools.gap.explain.weights import adapter_fingerprint, different_weights, merged_copy, rounded_copy
-from verl_precision.tools.jobs.job import Job, Tasks
+from verl_precision.tools.jobs.job import Job, Series, Store, Tasks, open_store
 from verl_precision.tools.jobs.journal import Key
 from verl_precision.tools.jobs.problems import prompt_tokens
-from verl_precision.tools.jobs.store import Series, Store, open_store
-from verl_precision.tools.kept_tokens.kept_file import index_of, response_at
 
 
 def explain(
@@ -51,28 +51,18 @@ def explain(
     under_way, folder = Job(job, console), job.folder
     models = {"trainer": find_model(job.model), "rollout": find_model(job.rollout_model or job.model)}
     models["rollout"].require_dtypes("--rollout-dtype", [job.rollout_dtype])
-    models["rollout"].require_arithmetic("exact" if job.exact else job.arithmetic, job.ray_address)
+    models["rollout"].require_arithmetic(job.arithmetic)
     routed = models["trainer"].config.get("model_type") in ROUTED_FAMILIES
     fingerprints = {
         "model_fingerprint": models["trainer"].fingerprint,
         "rollout_model_fingerprint": models["rollout"].fingerprint,
-        "adapter_fingerprint": None if job.adapter is None else adapter_fingerprint(job.adapter),
     }
     response_tokens = job.max_response_tokens + 1  # vLLM scores a prompt only if it draws one token more
-    kept: list[Response] = []
-    if job.tokens is None:
-        prompt_ids = prompt_tokens(job, models["trainer"], models["rollout"], response_tokens)
-    else:
-        prompt_ids, kept = kept_rollout(job, models["rollout"], routed)
-        fingerprints["tokens_fingerprint"] = hashlib.sha256(repr((prompt_ids, kept)).encode()).hexdigest()[:16]
+    prompt_ids = prompt_tokens(job, models["trainer"], models["rollout"], response_tokens)
     length = max(map(len, prompt_ids)) + response_tokens
     chain = variants(job, routed)
     wanted = list(dict.fromkeys([*chain, *reference(job, chain)]))
     with open_store(under_way, job, prompt_ids, **fingerprints) as store:
-        rollout = _series(store, chain[0])
-        for response in kept:
-            if response.key in rollout.missing:
-                rollout.record(response)
 
         def fill(works: Sequence[Tasks], variant: Variant) -> None:
             if any(work.done < work.total for work in works):  # else its weights are not made
@@ -85,60 +75,21 @@ def explain(
         for stops in by_process.values():
             fill([_series(store, one) for one in stops], stops[0])
         found = {one.name: _log_probs(store, one) for one in wanted}
-        routing, evidence = None, {}
+        routing = None
         if routed:
             fill([_Replay(store, one, engine_of(chain)) for one in wanted], replayed(chain))
             routing = _read_routing(store, chain, wanted[len(chain) :], engine_of(chain))
-            evidence["routing"] = f"{routing.changed:.2%} of the choices differ between rollout and trainer"
-        if job.rollout_model is not None:
-            evidence["weights"] = different_weights(models["rollout"].name, models["trainer"].name)
     for weights in folder.glob("weights-*"):
         shutil.rmtree(weights)
-    result = judge(job, chain, found, routing, evidence, longest_sum(models["trainer"].config))
+    result = judge(job, chain, found, routing, longest_sum(models["trainer"].config))
     write(folder, job, result, under_way.envelope())
     show(job, result, console)
     under_way.show_written([FILE])
     return result
 
 
-def kept_rollout(job: Explanation, model: Model, routed: bool) -> tuple[list[tuple[int, ...]], list[Response]]:
-    """Return prompts and responses that a run kept of the job's step, each cut at `max_response_tokens`.
-
-    They stand in place of a rollout that draws anew, as responses to problems "0", "1", ... Tool output is scored as
-    part of its response, and has no log-prob to compare with.
-    """
-
-    def refused(problem: str, remedy: str) -> ConfigurationError:
-        return ConfigurationError(problem, setting="--tokens", value=job.tokens, remedy=remedy)
-
-    path = Path(job.tokens or "")
-    if routed:
-        raise refused("the run has not kept which experts computed its tokens", "Leave it out: draw anew.")
-    summaries = index_of(path) if path.is_dir() else []
-    if not summaries:
-        raise refused("no kept tokens are there", "Set mismatch.keep_tokens=4 for a run to keep some.")
-    steps = list(dict.fromkeys(summary.step for summary in summaries))
-    step = job.step or steps[0]
-    if step not in steps:
-        allowed = ", ".join(map(str, steps))
-        raise ConfigurationError("no response of it was kept", setting="--step", value=step, allowed=allowed)
-    kept = [response_at(path, one.offset) for one in summaries if one.step == step][: job.max_prompts]
-    size = model.config.get("vocab_size", math.inf)
-    largest = max(int(ids.max(initial=-1)) for one in kept for ids in (one.prompt_ids, one.token_ids))
-    if largest >= size:
-        raise refused(f"token {largest} is in it, and {model.name} has {size}", "Name the run's model with --model.")
-    responses = []
-    for number, one in enumerate(kept):
-        ids = tuple(one.token_ids[: job.max_response_tokens].tolist())
-        log_probs = np.where(one.mask.astype(bool), one.rollout_log_probs, math.nan)[: len(ids)]
-        responses.append(Response(str(number), 0, len(ids), token_ids=ids, log_probs=tuple(log_probs.tolist())))
-    return [tuple(one.prompt_ids.tolist()) for one in kept], responses
-
-
 def _engine(job: Explanation, variant: Variant, model: str, length: int, vllm: Callable, trainer: Callable) -> partial:
     """Return what makes a variant's engine, in a process of its own; weights that it needs are written."""
-    if job.adapter is not None and not variant.adapter:
-        model = merged_copy(model, job.adapter, job.folder / "weights-merged")
     if variant.rounded_to is not None:
         target = job.folder / f"weights-{variant.model}-{variant.rounded_to}"
         model = rounded_copy(model, variant.rounded_to, target)
@@ -159,10 +110,44 @@ def _engine(job: Explanation, variant: Variant, model: str, length: int, vllm: C
     return partial(trainer, ScorerSettings(
         model=model, dtype=variant.dtype, attention=variant.attention, micro_batch_tokens=job.micro_batch_tokens,
         packed=variant.packed, fp32_log_probs=variant.fp32_log_probs, fp32_output_head=variant.fp32_output_head,
-        temperature=job.temperature, adapter=job.adapter if variant.adapter else None,
+        temperature=job.temperature,
         router_replay={"": "disabled", "recorded": "R2", "replayed": "R3"}[variant.routing],
         arithmetic=variant.arithmetic,
     ))  # fmt: skip
+
+
+def rounded_copy(model: str, dtype: str, target: Path) -> str:
+    """Return where weights are that are rounded to bf16 or fp16: the model itself if it has such, else a copy.
+
+    The copy is made in the folder `target`; one that exists is used again.
+    """
+    if target.exists():
+        return str(target)
+    files, to = _files(model), torch_dtype(dtype)
+    if all(_has_only(file, DTYPES[dtype].safetensors) for file in files):
+        return str(files[0].parent)
+    with new_folder(target) as folder:
+        for file in files:
+            rounded = {name: t.to(to) if t.is_floating_point() else t for name, t in load_file(file).items()}
+            save_file(rounded, folder / file.name, {"format": "pt"})
+        for other in files[0].parent.iterdir():
+            if other.is_file() and other.suffix not in (".safetensors", ".bin"):
+                shutil.copyfile(other, folder / other.name)
+    return str(target)
+
+
+def _has_only(file: Path, dtype: str) -> bool:
+    with safe_open(file, "pt") as saved:
+        return {saved.get_slice(name).get_dtype() for name in saved.keys()} == {dtype}
+
+
+def _files(model: str) -> list[Path]:
+    location = Path(model_location(model))
+    source = location if location.is_dir() else Path(snapshot_download(model))
+    if files := sorted(source.glob("*.safetensors")):
+        return files
+    problem, remedy = f"{model}: it has no *.safetensors", "Load it with transformers, and save it again."
+    raise ConfigurationError(problem, allowed="a model saved by transformers' save_pretrained", remedy=remedy)
 
 
 def _series(store: Store, variant: Variant) -> Series:

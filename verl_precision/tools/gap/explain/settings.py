@@ -5,7 +5,7 @@ from typing import ClassVar
 from verl_precision.base.dtypes import EXACT, Dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.settings import command_option, option, settings
-from verl_precision.tools.jobs.settings import BUILT_IN_PROMPTS, FLASH, PromptedJob
+from verl_precision.tools.jobs.settings import FLASH, PromptedJob
 
 
 @settings(command_option, kw_only=True)
@@ -15,9 +15,6 @@ class Explanation(PromptedJob):
     verb: ClassVar[str] = "explain"
     rollout_model: str | None = option(
         default=None, help="Model of the rollout, if it has other weights, e.g. an older export."
-    )
-    adapter: str | None = option(
-        default=None, help="Folder of a LoRA adapter that the trainer has; the rollout has it merged."
     )
     rollout_dtype: Dtype = option(default="bf16", help="Dtype of vLLM.")
     train_dtype: Dtype = option(default="bf16", help="Dtype of the trainer.")
@@ -34,28 +31,14 @@ class Explanation(PromptedJob):
         "--fp32-log-probs/--16-bit-log-probs", default=True, help="How the trainer takes log-probs."
     )
     fp32_output_head: bool = option(default=False, help="The trainer computes its logits in FP32.")
-    tokens: str | None = option(default=None, help="Folder of a run's kept tokens: score these, and draw none.")
-    step: int | None = option(default=None, help="Of --tokens: this step's, and not the first one's.", ge=1)
-    exact: bool = option(default=False, help="Compare the engines in exact arithmetic, on a CPU, and not in FP32.")
-
-    @property
-    def through_exact(self) -> bool:
-        """Whether the path between the engines is in exact arithmetic, in the dtype of both."""
-        return self.exact or self.arithmetic == EXACT
 
     def __post_init__(self) -> None:
         """Refuse what cannot be asked for together."""
-        exact, fp32 = self.through_exact, self.train_dtype == "fp32"
+        exact, fp32 = self.arithmetic == EXACT, self.train_dtype == "fp32"
         in_exact = "in exact arithmetic the engines would not round the same numbers"
-        fresh = self.prompts == BUILT_IN_PROMPTS and self.responses == 1
-        two_answers = self.adapter is not None and self.rollout_model is not None
-        other_head = self.arithmetic == EXACT and (self.fp32_output_head or not self.fp32_log_probs)
+        other_head = exact and (self.fp32_output_head or not self.fp32_log_probs)
         refused = {
-            "--adapter with --rollout-model: the rollout has the trainer's weights, merged": two_answers,
-            "--step without --tokens": self.step is not None and self.tokens is None,
-            "--tokens with --prompts or --responses: the responses are there already": self.tokens and not fresh,
-            f"--exact with other dtypes on both sides: {in_exact}": exact and self.train_dtype != self.rollout_dtype,
-            f"--exact with --adapter: {in_exact}": exact and self.adapter is not None,
+            f"--arithmetic exact with two dtypes: {in_exact}": exact and self.train_dtype != self.rollout_dtype,
             f"--arithmetic exact with --fp32-output-head or --16-bit-log-probs: {in_exact}": other_head,
             f"--train-dtype fp32 with {FLASH}: flash-attn computes in 16 bits only": fp32 and self.attention == FLASH,
             "--train-dtype fp32 with --16-bit-log-probs: it has no 16-bit logits": fp32 and not self.fp32_log_probs,

@@ -3,7 +3,7 @@
 So whatever separates two neighbours is measured, and the parts of a token's gap add up to it. What a job does not have
 is left out. Between `rollout_precision` and `trainer_precision` all is FP32: there two right engines differ by FP32's
 rounding alone, which is five orders of magnitude below BF16's, and anything else is a fault that no precision hides.
-Between `rollout_kernels` and `trainer_kernels` all is in exact arithmetic: there two right engines do not differ.
+In exact arithmetic two right engines do not differ, and no step is in FP32.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,6 @@ class Variant:
     model: Literal["rollout", "trainer"]  # whose weights it has: those of the rollout, or the trainer's
     rounded_to: Dtype | None  # dtype to which they are rounded before they are loaded; None for no rounding
     dtype: Dtype  # dtype of the computation
-    adapter: bool = False  # whether base and LoRA adapter are apart; else the adapter is merged
     alone: bool = False  # whether sequences are computed one by one
     draws: bool = False  # whether it draws the tokens itself, and does not score those of the rollout
     tempered: bool = True  # of vLLM: whether log-probs are those of the temperature
@@ -70,34 +69,22 @@ def variants(job: Explanation, routed: bool = False) -> list[Variant]:
         if wanted:
             chain.append(replace(chain[-1], name=name or cause, cause=cause, words=words, **changes))
 
-    if job.tokens is not None:  # nothing can be drawn again: one step holds all that was special about the drawing
-        chain[0] = replace(chain[0], words=f"what the run's vLLM said as it sampled, {rollout}")
-        cause = "temperature" if untempered else "sampling" if truncated else "decode"
-        drawn = {"tempered": True, "processed": True, "cached": False, "draws": False}
-        then(cause, "the same tokens as a prompt", "prefill", **drawn)
-    else:
-        then("temperature", "divided by the temperature", "tempered", untempered, tempered=True)
-        then("sampling", "without top-p and top-k", "untruncated", truncated, processed=False)
-        then("cache", "without prefix cache and chunked prefill", "uncached", job.prefix_caching, cached=False)
-        then("decode", "the same tokens as a prompt", "prefill", processed=True, draws=False)
+    then("temperature", "divided by the temperature", "tempered", untempered, tempered=True)
+    then("sampling", "without top-p and top-k", "untruncated", truncated, processed=False)
+    then("cache", "without prefix cache and chunked prefill", "uncached", job.prefix_caching, cached=False)
+    then("decode", "the same tokens as a prompt", "prefill", processed=True, draws=False)
     then("batch", "each sequence alone", "prefill_alone", alone=True)
     then("cuda_graphs", "not compiled, without CUDA graphs", "eager", job.cuda_graphs, compiled=False)
-    exact, between = job.through_exact, "in exact arithmetic" if job.through_exact else "in fp32"
-    own, held = job.arithmetic != EXACT, None if rollout == "fp32" else rollout
-    then("rollout_kernels", f"vLLM {between}", "rollout_exact", exact and own, arithmetic="exact")
+    exact, held = job.arithmetic == EXACT, None if rollout == "fp32" else rollout
     fp32 = f"vLLM in fp32, weights rounded to {rollout}"
     then("rollout_precision", fp32, "rollout_fp32", not exact and rollout != "fp32", dtype="fp32", rounded_to=held)
-    engine = f"verl's FSDP engine {between}, the same weights"
+    engine = f"verl's FSDP engine in {'exact arithmetic' if exact else 'fp32'}, the same weights"
     then("engine", engine, "engine_exact" if exact else "engine_fp32", engine="trainer", rounded_to=held)
     then("weights", "with the trainer's weights", wanted=job.rollout_model is not None, model="trainer")
-    lora, apart = job.adapter is not None, "base and adapter apart, not rounded"
-    then("merged_lora", apart, wanted=lora, adapter=True, rounded_to=None)
     words, rounded_to = ("weights not rounded", None) if train == "fp32" else (f"weights rounded to {train}", train)
-    then("weight_rounding", words, wanted=train != rollout and not lora, rounded_to=rounded_to)
+    then("weight_rounding", words, wanted=train != rollout, rounded_to=rounded_to)
     in_dtype: dict[str, Any] = {"rounded_to": None, "model": "trainer", "dtype": train}  # the engine rounds the weights
     then("trainer_precision", f"in {train}", "trainer_alone", train != "fp32" and not exact, **in_dtype)
-    kernels = "with torch's kernels" if job.arithmetic == "native" else "operations in FP32, rounded once"
-    then("trainer_kernels", kernels, "trainer_alone", exact and own, arithmetic=job.arithmetic, **in_dtype)
     then("attention", f"attention {job.attention}", wanted=job.attention != "sdpa", attention=job.attention)
     then("output_head", "output head in fp32", wanted=job.fp32_output_head, fp32_output_head=True)
     then("log_probs", f"log-probs in {train}", wanted=not job.fp32_log_probs, fp32_log_probs=False)
@@ -115,7 +102,7 @@ def reference(job: Explanation, chain: Sequence[Variant]) -> tuple[Variant, Vari
     """Return two variants between which lies BF16 in the trainer's engine alone; they may be off the path."""
     engine = engine_of(chain)
     in_bf16 = replace(engine, name="reference", cause="", words="the trainer's engine in bf16", dtype="bf16")
-    if job.through_exact:
+    if job.arithmetic == EXACT:
         in_fp32 = replace(engine, name="reference_fp32", cause="", words="the trainer's engine in fp32", dtype="fp32")
         return in_fp32, engine if job.rollout_dtype == "bf16" else in_bf16
     if job.train_dtype == "bf16":

@@ -1,18 +1,16 @@
 """Statistics of one pair of dtypes, and a bounded number of its tokens for the figures."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.mismatch.statistics import MismatchStatistics
-from verl_precision.tools.engines.engine import SampleRequest
-from verl_precision.tools.jobs.store import Series, Store
+from verl_precision.tools.jobs.job import Store
 
 TOKENS_SHOWN = 20_000
-POSITIONS = 8  # of a response, most at which all log-probs are compared: vLLM hands each over in 100 bytes
 PREFIXES = tuple(2**power for power in range(6, 16))  # tokens at which the growth of a response's log ratio is read
 
 
@@ -30,7 +28,6 @@ class Pair:
     lengths: np.ndarray  # [B] tokens of each response
     sequence_log_ratios: np.ndarray  # [B] Σₜ log π(yₜ) - log μ(yₜ), nats
     growth: dict[int, tuple[int, float]]  # tokens -> responses that have as many, std of the log ratio of those tokens
-    vocabulary: tuple[int, int] | None = None  # of all log-probs of some positions: those that are equal, and all
 
     def metric(self, name: str) -> float:
         """Return the metric `mismatch/<name>`; NaN where it is not defined."""
@@ -42,30 +39,8 @@ class Pair:
         return self.metric("k3_kl")
 
 
-class Vocabulary(Series):
-    """All log-probs of the first positions of some responses: drawn into files, or compared with these."""
-
-    in_flight = 4
-
-    def __init__(self, store: Store, positions: int, rollout: str, train: str | None = None) -> None:
-        """Find what is missing of so many positions, of each response as many as it takes."""
-        self._each = -(-positions // len(store.keys))
-        keys = store.keys[: -(-positions // self._each)]
-        super().__init__(store, f"{rollout}, vocabulary", train, keys=keys)
-
-    def _request(self, problem: str, response: int) -> SampleRequest:
-        request = super()._request(problem, response)
-        path = self._store.journal.path.with_name(f"{self._rollout}-{problem}-{response}.npy")
-        return replace(request, max_tokens=min(self._each, request.max_tokens), vocabulary=str(path))
-
-    def counts(self) -> tuple[int, int]:
-        """Return how many log-probs are equal, and how many there are; all are compared."""
-        found = [response.equal or (0, 0) for response in self._found.values()]
-        return sum(equal for equal, _ in found), sum(whole for _, whole in found)
-
-
-def measure(store: Store, rollout: str, train: str, positions: int = 0) -> Pair:
-    """Return the statistics of a pair whose samples, scores and positions of `Vocabulary` are complete."""
+def measure(store: Store, rollout: str, train: str) -> Pair:
+    """Return the statistics of a pair whose samples and scores are complete."""
     lengths_B, pi_N, mu_N = store.log_probs(rollout, train)
     filled_B = lengths_B > 0
     empty = int((~filled_B).sum())
@@ -91,7 +66,6 @@ def measure(store: Store, rollout: str, train: str, positions: int = 0) -> Pair:
         lengths=lengths_B[filled_B],
         sequence_log_ratios=log_ratios_B,
         growth=_growth(np.array(beginnings)),
-        vocabulary=Vocabulary(store, positions, rollout, train).counts() if positions else None,
     )
 
 

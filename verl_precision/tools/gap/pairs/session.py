@@ -7,18 +7,16 @@ from typing import Any
 
 from rich.console import Console
 
-from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.versions import installed_versions
 from verl_precision.tools.engines.engine import SamplerSettings, ScorerSettings
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.model import find_model
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 from verl_precision.tools.gap.pairs.figures import write_figures
-from verl_precision.tools.gap.pairs.measure import POSITIONS, Pair, Vocabulary, measure, ranked
+from verl_precision.tools.gap.pairs.measure import Pair, measure, ranked
 from verl_precision.tools.gap.pairs.settings import MismatchJob
-from verl_precision.tools.jobs.job import Job
+from verl_precision.tools.jobs.job import Job, Series, open_store
 from verl_precision.tools.jobs.problems import prompt_tokens
-from verl_precision.tools.jobs.store import Series, open_store
 from verl_precision.tools.show.tables import finite, markdown_page, markdown_table
 
 _COLUMNS = (
@@ -34,35 +32,23 @@ def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
     """Do what is missing in the job's folder, write the results, and return them: one for each pair of dtypes."""
     under_way, model = Job(job, console), find_model(job.model)
     model.require_dtypes("--rollout-dtype", job.rollout_dtypes)
-    model.require_arithmetic(job.arithmetic, job.ray_address)
+    model.require_arithmetic(job.arithmetic)
     prompt_ids = prompt_tokens(job, model, model, job.max_response_tokens)
-    if job.full_vocabulary > (most := POSITIONS * job.responses * len(prompt_ids)):
-        problem, remedy = f"{POSITIONS} positions of a response are compared", "Give fewer, or more --responses."
-        given: dict[str, Any] = {"setting": "--full-vocabulary", "value": job.full_vocabulary, "remedy": remedy}
-        raise ConfigurationError(problem, allowed=f"0 to {most}", **given)
-    length, more = max(map(len, prompt_ids)) + job.max_response_tokens, {"max_logprobs": -1}
+    length = max(map(len, prompt_ids)) + job.max_response_tokens
     with open_store(under_way, job, prompt_ids, model_fingerprint=model.fingerprint) as store:
-
-        def works(rollout: str, train: str | None = None) -> list[Series]:
-            whole = [Vocabulary(store, job.full_vocabulary, rollout, train)] if job.full_vocabulary else []
-            return [Series(store, rollout, train), *whole]
-
         for rollout in job.rollout_dtypes:
             sampler = SamplerSettings(
-                model=job.model, dtype=rollout, max_model_len=length, log_probs=True, arithmetic=job.arithmetic,
-                more=more if job.full_vocabulary else {},
+                model=job.model, dtype=rollout, max_model_len=length, log_probs=True, arithmetic=job.arithmetic
             )  # fmt: skip
-            under_way.complete(f"sample-{rollout}", works(rollout), partial(VllmEngine, sampler))
+            under_way.complete(f"sample-{rollout}", [Series(store, rollout)], partial(VllmEngine, sampler))
         for train in job.train_dtypes:
             scorer = ScorerSettings(
                 model=job.model, dtype=train, attention=job.attention, micro_batch_tokens=job.micro_batch_tokens,
                 arithmetic=job.arithmetic,
             )  # fmt: skip
-            of_all = [work for rollout in job.rollout_dtypes for work in works(rollout, train)]
+            of_all = [Series(store, rollout, train) for rollout in job.rollout_dtypes]
             under_way.complete(f"score-{train}", of_all, partial(TrainerEngine, scorer))
-        pairs = [measure(store, rollout, train, job.full_vocabulary) for rollout, train in job.pairs]
-    for file in job.folder.glob("*, vocabulary-*.npy"):
-        file.unlink()
+        pairs = [measure(store, rollout, train) for rollout, train in job.pairs]
     under_way.write(summary(pairs, len(prompt_ids)), markdown(pairs, job, installed_versions(), len(prompt_ids)))
     title = "/".join(Path(job.model).parts[-2:])  # a folder may be called `model`
     figures = write_figures(job.folder, pairs, title)
@@ -78,12 +64,9 @@ def cells(pairs: list[Pair]) -> tuple[list[str], list[list[str]]]:
         k3 = _text(pair.k3, ".2e") + ("" if math.isnan(pair.k3_error) else f" ± {pair.k3_error:.0e}")
         tokens, share = pair.metric("tokens"), pair.metric("equal_fraction")
         equal = ["undefined" if math.isnan(share) else f"{share * tokens:.0f} of {tokens:.0f}"]
-        if pair.vocabulary is not None:
-            equal.append("{} of {}".format(*pair.vocabulary))
         values = (_text(pair.metric(key), form) for _, key, form in columns)
         rows.append([str(rank), pair.rollout, pair.train, k3, *values, *equal])
-    whole = ["equal log-probs"] if any(pair.vocabulary for pair in pairs) else []
-    return ["rank", "rollout", "train", "k3 KL", *(title for title, _, _ in columns), "equal tokens", *whole], rows
+    return ["rank", "rollout", "train", "k3 KL", *(title for title, _, _ in columns), "equal tokens"], rows
 
 
 def growth_cells(pairs: list[Pair]) -> tuple[list[str], list[list[str]]]:
@@ -121,8 +104,6 @@ def summary(pairs: list[Pair], prompts: int) -> dict[str, Any]:
             {
                 "rollout": pair.rollout, "train": pair.train, "empty_responses": pair.empty_responses,
                 "k3_kl_standard_error": finite(pair.k3_error),
-                "vocabulary_equal": pair.vocabulary and pair.vocabulary[0],
-                "vocabulary_compared": pair.vocabulary and pair.vocabulary[1],
                 "growth": {
                     length: {"responses": count, "sequence_log_ratio_std": std}
                     for length, (count, std) in pair.growth.items()

@@ -23,20 +23,14 @@ class MismatchJob(PromptedJob):
     max_response_tokens: int = option(default=1024, help="Largest number of tokens of a response.", ge=1)
     # vLLM chooses its own. With flash_attention_2 the trainer packs without padding; gpt-oss has eager.
     attention: Literal["sdpa", "eager", "flash_attention_2"] = option(default="sdpa", help="Attention of the trainer.")
-    full_vocabulary: int = option(
-        default=0, help="Positions at which all log-probs are compared too, at most 8 of a response.", ge=0
-    )
 
     def __post_init__(self) -> None:
-        """Refuse a dtype given twice, flash attention in FP32, and files on machines of Ray."""
+        """Refuse a dtype given twice, and flash attention in FP32."""
         require_each_once("--rollout-dtype", self.rollout_dtypes)
         require_each_once("--train-dtype", self.train_dtypes)
         if self.attention == FLASH and "fp32" in self.train_dtypes:
             problem = f"--attention {FLASH} with --train-dtype fp32: flash-attn computes in 16 bits only"
             raise ConfigurationError(problem, allowed="bf16, fp16", remedy="Use --attention sdpa, or leave fp32 out.")
-        if self.full_vocabulary and self.ray_address is not None:
-            problem = "--full-vocabulary with --ray-address: engines on Ray write no files here"
-            raise ConfigurationError(problem, allowed="one of them", remedy="Leave one out.")
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
