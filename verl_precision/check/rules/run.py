@@ -1,11 +1,13 @@
-"""Rules of the run as a whole: the plugin, verl's own refusals, the model, its context, groups of responses."""
+"""Rules of the run as a whole: the plugin, verl's own refusals, the model, its context and heads, token budgets."""
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.verl_config import ROLLOUT, engine_kwargs, engines
+from verl_precision.base.verl_config import FSDP, ROLLOUT, engine_kwargs, engines
+from verl_precision.check.models import served_models, teaches
 from verl_precision.check.rules.files import ANSWER_REWARDS, REWARD
 from verl_precision.check.rules.rule import (
     Environment,
@@ -16,7 +18,6 @@ from verl_precision.check.rules.rule import (
     faults_raised_by,
     rule,
 )
-from verl_precision.check.served_models import served_models, teaches
 from verl_precision.integration.trainer.saving import checkpoint_settings
 from verl_precision.mismatch.settings import MismatchSettings
 from verl_precision.weight_sync.settings import canary_settings, sync_settings
@@ -34,7 +35,9 @@ COMPUTED_BY = (
     *("rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings"),
     "vocab_size",
 )
-MODEL = "actor_rollout_ref.model"
+POLICY = "actor_rollout_ref"
+MODEL = f"{POLICY}.model"
+PARALLEL = f"{ROLLOUT}.tensor_model_parallel_size"
 
 
 @rule("plugin-not-loaded")
@@ -146,3 +149,45 @@ def filter_metric(config: DictConfig, environment: Environment) -> Iterator[Faul
     problem += "within a group: groups that are right, or wrong, throughout are not dropped"
     remedy = f"Set {setting}=acc, or name such a key."
     yield Fault(setting, problem, "acc, or a key that says right or wrong", remedy, severity=severity)
+
+
+@rule("heads-do-not-divide")
+def heads_do_not_divide(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """vLLM and Ulysses give each rank whole attention heads; keys and values are shared out, or copied, evenly."""
+    sizes = {PARALLEL: OmegaConf.select(config, PARALLEL)} if config.actor_rollout_ref.rollout.name == "vllm" else {}
+    policies = (each for each in engines(config) if each.strategy in FSDP and each.role != "critic")
+    sizes |= {each.ulysses[0]: each.ulysses[1] for each in policies}
+    if all(over == 1 for over in sizes.values()):
+        return
+    heads: Any = environment.model.get("num_attention_heads")
+    kv: Any = environment.model.get("num_key_value_heads") or heads
+    if not isinstance(heads, int):
+        return
+    # ModelConfig.verify_with_parallel_config of vLLM and the models' own classes; verl's apply_monkey_patch
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
+    for setting, over in sizes.items():
+        if over >= 1 and over not in fitting:
+            problem = f"{heads} attention heads, {kv} of keys and values, cannot be shared evenly by {over} ranks"
+            allowed = ", ".join(map(str, fitting))
+            yield Fault(setting, problem, allowed, f"Set {setting}={max(n for n in fitting if n <= over)}.")
+
+
+@rule("token-budget-too-small")
+def token_budget(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """With dynamic batch sizes verl asserts that every sequence fits into a micro-batch, after the first rollout."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    model, found = config.actor_rollout_ref, {engine.role: engine for engine in engines(config)}
+    budgets = [
+        ("actor", model.actor.use_dynamic_bsz, f"{POLICY}.actor.ppo_max_token_len_per_gpu"),
+        ("actor", model.rollout.log_prob_use_dynamic_bsz, f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
+        ("ref", model.ref.log_prob_use_dynamic_bsz, f"{POLICY}.ref.log_prob_max_token_len_per_gpu"),
+        ("critic", config.critic.use_dynamic_bsz, "critic.ppo_max_token_len_per_gpu"),
+        ("critic", config.critic.use_dynamic_bsz, "critic.ppo_infer_max_token_len_per_gpu"),
+    ]
+    for role, dynamic, setting in budgets:
+        if role not in found or not dynamic or (tokens := OmegaConf.select(config, setting)) is None:
+            continue
+        least = -(-longest // max(found[role].ulysses[1], 1))
+        if tokens < least:
+            problem = f"a sequence of {longest} tokens (prompt and response) fits into no micro-batch: verl stops at it"
+            yield Fault(setting, problem, f"at least {least}", "Raise it, or shorten the responses.")
