@@ -126,11 +126,9 @@ def test_other_looks_that_find_nothing_are_said(words, name, subject):
     assert subject in unchecked(report(f"{GPUS} {words}", H100))[name]
 
 
-def test_the_critic_and_the_adapter_of_an_exact_run_are_said():
-    path = cached_tiny_model("qwen3")
-    words = f"+arithmetic=exact model.path={path} model.lora_adapter_path=/no/adapter model.lora_rank=8"
-    said = unchecked(report(f"{words} critic.enable=True critic.model.path=lab/critic", recipe=QUICKSTART))
-    assert {"critic-unknown", "adapter-unknown"} <= said.keys()
+def test_an_adapter_that_is_not_here_is_said():
+    words = f"model.path={cached_tiny_model('qwen3')} model.lora_adapter_path=/no/adapter model.lora_rank=8"
+    assert "adapter-unknown" in unchecked(report(words, recipe=QUICKSTART))
 
 
 def test_vllm_that_is_not_here_is_said(monkeypatch):

@@ -10,7 +10,6 @@ from typing import Any
 import psutil
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.dtypes import EXACT
 from verl_precision.base.errors import sentence
 from verl_precision.base.verl_config import ROLLOUT, engines
 from verl_precision.base.versions import installed_version, installed_vllm
@@ -30,7 +29,6 @@ from verl_precision.check.rules.gpu_memory import beyond_arithmetic, gpu_bytes, 
 from verl_precision.check.rules.rule import Environment, Fault, Machine
 from verl_precision.check.rules.run import HUB_NAME
 from verl_precision.check.verl_refusals import misspelt, refusals
-from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 from verl_precision.integration.ledger import REMEDY, lost_symbols
 from verl_precision.integration.trainer.checkpoints import removable_bytes
 
@@ -146,12 +144,6 @@ def _of_models(config: DictConfig, found: Environment, known: Described) -> Iter
     if known.content and shape_of(found.model) is None and config.trainer.device != "cpu":
         why = f"the arithmetic knows no model of the kind {found.model.get('model_type', 'of its config.json')}"
         yield _not_looked_at("shape-unknown", MODEL, why, MEMORY, MEASURE, path)
-    exact = OmegaConf.select(config, ARITHMETIC_SETTING) == EXACT
-    has_critic = any(each.role == "critic" for each in engines(config))
-    if exact and has_critic and not found.critic:
-        why, remedy = "the critic's config.json is not at hand", "Check again where the critic's model is."
-        critic = config.critic.model.path
-        yield _not_looked_at("critic-unknown", "critic.model.path", why, "its arithmetic", remedy, critic)
     if not found.adapter and (adapter := OmegaConf.select(config, ADAPTER)) is not None:
         why, remedy = "its adapter_config.json is not at hand", "Check again where the adapter is."
         yield _not_looked_at("adapter-unknown", ADAPTER, why, "its modules, its dropout", remedy, adapter)

@@ -49,7 +49,6 @@ dense_14b   8x8_h100 rollout.enable_chunked_prefill=False trainer.n_gpus_per_nod
 lora        1x8_h100 model.lora_rank=24 rollout.gpu_memory_utilization=0.7
 octothinker 1x8_h100 trainer.total_training_steps=1 trainer.logger=tensorboard
 quickstart  cpu      rollout.n=2
-moe         8x8_h100 +model.override_config.rope_theta=1e7 +rollout.engine_kwargs.vllm.hf_overrides.rope_theta=1e7
 """
 ROWS = [
     (*head.split(maxsplit=4), witness.strip())
