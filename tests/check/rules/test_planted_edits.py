@@ -216,7 +216,7 @@ def test_a_number_that_is_null_is_named_or_ends_no_rule():
 
 def test_a_named_gpu_counts_before_the_scales_own():
     """A larger GPU than the scale's takes a larger micro-batch."""
-    config = composed("sanity", "1x8_h100", "actor.ppo_max_token_len_per_gpu=TOKENS")
+    config = composed("sanity", "1x8_h100", "actor.ppo_max_token_len_per_gpu=120000")
     known = Environment(model=model_config(config))
     assert [fault.name for fault in find_faults(config, known)] == ["memory-training"]
     larger = Environment(model=model_config(config), gpus=("NVIDIA H200",))

@@ -99,7 +99,7 @@ def null_number(config: DictConfig) -> str | None:
 def counts_below_one(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Numbers without which verl fails once everything is loaded."""
     for setting in COUNTS:
-        value = OmegaConf.select(config, setting)
+        value = OmegaConf.select(config, setting, default=1)  # absent: of another engine
         if setting == "data.train_batch_size" and "async_training" in config:  # that trainer has no batches of prompts
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
