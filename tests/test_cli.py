@@ -39,7 +39,6 @@ def type_in(root, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("command", "code", "words"), [
-    ("check --activations", 2, "Give --model PATH too"),
     ("check setup.py --model m", 2, "allowed is one of them"),
     ("check --cluster auto --json", 2, "not with --model or --json"),
     ("check --path data", 2, "Give --cluster ADDRESS too"),
@@ -207,24 +206,3 @@ def test_a_full_disk_behind_the_output_is_said_and_of_a_closed_pipe_nothing(
         monkeypatch.setattr(sys, "stdout", sys.__stdout__)
     said = " ".join(capsys.readouterr().err.split())
     assert ended.value.code == 1 and (said == "" if closed else said.startswith("error: the output: No space left"))
-
-
-@pytest.mark.parametrize("kind", ["pipe", "folder", "link to a device", "link to a pipe"])
-@pytest.mark.parametrize("command", ["report RUN --force --output OUT", "data aime_2024 --synthetic --output OUT"])
-def test_nothing_is_written_over_what_is_no_regular_file(type_in, tmp_path, kind, command):
-    target = tmp_path / "out"
-    if command.startswith("data"):
-        target.mkdir()
-        target = target / "aime_2024.parquet"
-    os.mkfifo(tmp_path / "fifo")
-    if kind == "pipe":
-        os.mkfifo(target)
-    elif kind == "folder":
-        target.mkdir()
-    else:
-        target.symlink_to("/dev/null" if "device" in kind else tmp_path / "fifo")
-    before = target.lstat()
-    code, output = type_in(*command.split())
-    assert code == 1 and "no regular file" in output and "nothing was written" in output
-    assert (target.lstat().st_ino, target.lstat().st_mode) == (before.st_ino, before.st_mode)
-    assert len(list(target.parent.iterdir())) == (3 if target.parent == tmp_path else 1), "nothing beside it"

@@ -81,13 +81,15 @@ def bound(path):
     os.mkfifo, os.mkdir, bound, lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to("/dev"),
 ])  # fmt: skip
 @pytest.mark.parametrize("mode", ["rb", "rb+"])
-def test_only_a_regular_file_is_opened(tmp_path, monkeypatch, make, mode):
+def test_only_a_regular_file_is_opened_or_written_over(tmp_path, monkeypatch, make, mode):
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "file")
     asked = []
     monkeypatch.setattr(os, "open", lambda *words, **more: asked.append(words))
     with pytest.raises(ConfigurationError, match="file'?: it is no regular file"):
         next(opened(tmp_path / "file", mode=mode))
+    with pytest.raises(ConfigurationError, match="no regular file"):
+        write_file(tmp_path / "file", "ours", replace=True)
     assert not asked
 
 

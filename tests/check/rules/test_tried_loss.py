@@ -24,7 +24,6 @@ def tried(**found) -> TriedLoss:
 # Name, how serious, what came of the trial, overrides, words of the problem.
 PLANTED = [
     ("loss-depends-on-cut", "error", tried(cuts=MEAN.cuts), SEVERAL, "1 (2 micro-batches), 3 (4 micro-batches), 7"),
-    ("loss-depends-on-cut", "error", tried(cuts=MEAN.cuts), "actor.use_dynamic_bsz=True", "7 (8 micro-batches)"),
     ("loss-depends-on-cut", "error", tried(cuts=MEAN.cuts, random=True), SEVERAL, "it draws at random"),
     ("loss-depends-on-cut", "warning", tried(cuts={2: 0.5}, random=True), SEVERAL, "it draws at random"),
     ("loss-depends-on-cut", "warning", tried(cuts={2: 0.03, 4: 5e-4}), SEVERAL, "changes by 0.03 (2 micro-batches)."),
@@ -33,7 +32,6 @@ PLANTED = [
     ("loss-depends-on-cut", "warning", tried(padding=0.5), ONE, "0.5 (more padding)"),
     ("loss-unusable", "error", tried(masked=0.2), SEVERAL, "0.2 of its size"),
     ("loss-unusable", "error", tried(nonfinite="8 micro-batches"), SEVERAL, "8 micro-batches"),
-    ("loss-unusable", "error", tried(nonfinite="two ranks", cuts=MEAN.cuts, masked=1.0), SEVERAL, "two ranks"),
     ("loss-unusable", "error", TriedLoss(unusable="it returns float"), SEVERAL, "it returns float"),
     ("loss-unusable", "error", TriedLoss(problem="it raises X", owner="verl.y.z"), SEVERAL, "it raises X"),
     ("loss-not-tried", "unchecked", TriedLoss(problem="it raises X", owner="mine.my_loss"), SEVERAL, "it raises X"),

@@ -1,18 +1,16 @@
-"""`check --model`: weights counted exactly, within a bound of memory; a planted overflow is found where it is."""
+"""`check --model`: weights counted exactly, within a bound of memory."""
 
 import json
 
 import pytest
 import torch
 from safetensors.torch import save, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.cli import app
 from verl_precision.tools.checking import checkpoint
-from verl_precision.tools.checking.checkpoint import audit_checkpoint, measure_activations
-from verl_precision.tools.tiny_model import cached_tiny_model
+from verl_precision.tools.checking.checkpoint import audit_checkpoint
 
 runner = CliRunner()
 # A 7B model's largest tensor: vocabulary x hidden; here as one shard of its own.
@@ -85,103 +83,24 @@ def test_what_cannot_be_audited_is_named(tmp_path, prepare, words):
         audit_checkpoint(tmp_path)
 
 
-def test_memory_is_that_of_a_slice(run_python, tmp_path):
-    """The largest tensor of a 7B model, 1.09 GB in BF16 as a sparse file: peak memory grows by far less than it."""
+def test_memory_is_that_of_a_slice(tmp_path, monkeypatch):
+    """The largest tensor of a 7B model, 1.09 GB in BF16 as a sparse file."""
     elements = SEVEN_B_EMBEDDING[0] * SEVEN_B_EMBEDDING[1]
     header = json.dumps({"w": {"dtype": "BF16", "shape": SEVEN_B_EMBEDDING, "data_offsets": [0, 2 * elements]}})
     header = header.ljust((len(header) + 7) // 8 * 8).encode()
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 2 * elements)
-    done = run_python(f"""
-import psutil, torch
-from pathlib import Path
-from verl_precision.tools.checking import checkpoint
-process, peak = psutil.Process(), []
-own = lambda: process.memory_info().rss - process.memory_info().shared  # without pages of mapped files
-before = own()
-slices = checkpoint._slices
-def watched(*of):
-    for each in slices(*of):
-        yield each
-        peak.append(own())
-checkpoint._slices = watched
-report = checkpoint.audit_checkpoint(Path({str(tmp_path)!r}))
-assert report.ok and report.tensors[0].elements == {elements}
-print(max(peak) - before, max(peak))
-""")
-    assert done.returncode == 0, done.stderr
-    grown, resident = (int(part) for part in done.stdout.split()[-2:])
-    assert grown < 256 << 20 and resident < 2 << 30, (grown, resident)
+    seen, slices = [], checkpoint._slices
+    monkeypatch.setattr(checkpoint, "_slices", lambda *of: (seen.append(len(each)) or each for each in slices(*of)))
+    report = audit_checkpoint(tmp_path)
+    assert report.ok and report.tensors[0].elements == elements == sum(seen)
+    assert max(seen) <= checkpoint.SLICE_ELEMENTS
 
 
 def test_command_line(tmp_path):
     bad = runner.invoke(app, ["check", "--model", str(_shards(tmp_path, {"w": torch.full((3,), 1e5)})), "--json"])
     content = json.loads(bad.stdout)
-    assert bad.exit_code == 1 and content["ok"] is False and content["activations"] is None
+    assert bad.exit_code == 1 and content["ok"] is False
     assert content["weights"]["tensors"][0]["overflows"] == 3
     assert runner.invoke(app, ["check", "--model", str(tmp_path / "none")]).exit_code == 1
-
-
-@pytest.fixture
-def planted(tmp_path):
-    """Save the tiny model with some weights changed."""
-
-    def save(change):
-        source = cached_tiny_model("qwen3")
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-        with torch.no_grad():
-            change(model)
-        model.save_pretrained(tmp_path)
-        AutoTokenizer.from_pretrained(source).save_pretrained(tmp_path)
-        return tmp_path
-
-    return save
-
-
-@pytest.mark.parametrize("architecture", ["qwen3_tied", "qwen3_moe"])
-def test_a_sane_model_fits(architecture):
-    report = measure_activations(cached_tiny_model(architecture))
-    assert report.ok and not report.overflows and report.verdict.startswith("activations fit FP16")
-    modules = {each.name: each for each in report.modules}
-    names = ("model.layers.0", "model.layers.0.self_attn", "model.layers.3.mlp", "lm_head", "model.embed_tokens")
-    assert all(modules[name].gradient > 0 for name in names)
-
-
-def test_gradients_are_autograds(planted):
-    """The gradients of the output head, recomputed without any hook."""
-    folder = planted(lambda model: None)
-    (found,) = [x for x in measure_activations(folder, ["hello world"]).modules if x.name == "lm_head"]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = AutoTokenizer.from_pretrained(folder)("hello world", return_tensors="pt").input_ids
-    output = model(input_ids=ids, labels=ids)
-    output.logits.retain_grad()
-    output.loss.backward()
-    gradients = (model.lm_head.weight.grad, output.logits.grad)
-    assert found.gradient == pytest.approx(max(float(each.abs().max()) for each in gradients), rel=1e-5)
-    assert found.activation == pytest.approx(float(output.logits.detach().abs().max()), rel=1e-5)
-
-
-def test_planted_activation_overflow(planted):
-    folder = planted(lambda model: model.model.layers[2].mlp.down_proj.weight.mul_(1e9))
-    report = measure_activations(folder)
-    assert not report.ok and "model.layers.2.mlp.down_proj" in report.overflows
-    assert "model.layers.1" not in report.overflows
-    assert report.verdict.startswith("not for FP16: the output of")
-    done = runner.invoke(app, ["check", "--model", str(folder), "--activations", "--json"])
-    content = json.loads(done.stdout)
-    assert done.exit_code == 1 and content["activations"]["ok"] is False
-    assert set(content["activations"]["modules"][0]) == {"name", "activation", "gradient"}
-    shown = runner.invoke(app, ["check", "--model", str(cached_tiny_model("qwen3")), "--activations"])
-    assert shown.exit_code == 0 and "every weight fits FP16" in shown.output
-
-
-def test_planted_gradient_overflow_that_the_forward_pass_does_not_show(planted):
-    """Norm x 1e-6 and head x 1e6 compute the same logits; the gradient between them is a million times larger."""
-    folder = planted(lambda model: (model.model.norm.weight.mul_(1e-6), model.lm_head.weight.mul_(1e6)))
-    report = measure_activations(folder)
-    assert report.overflows == [] and "model.norm" in [each.name for each in report.modules[:3]]
-    scale = report.largest_safe_scale
-    worst = max(each.gradient for each in report.modules)
-    assert 1 <= scale < 65536 and worst * scale <= checkpoint.FP16_MAX < worst * scale * 2
-    assert f"loss scale of {scale:g} or less" in report.verdict

@@ -50,13 +50,11 @@ def test_every_main_of_the_installed_verl_is_read_from_its_decorator():
 @pytest.mark.parametrize(("typed", "name"), [
     (f"ray job submit --working-dir verl --address http://x -- python3 -m {MAIN} a=1", "ppo_trainer"),
     (f"env X=1 nohup python -u -m {MAIN} a=1", "ppo_trainer"),
-    (f"X=1 python3.11 -um {MAIN} a=1", "ppo_trainer"),
     (f"srun -m block --ntasks 2 python -m {MAIN} a=1", "ppo_trainer"),
     (f"torchrun --nproc_per_node 8 -m {ONE_STEP} a=1", "one_step_off_ppo_trainer"),
     (f"python -m {ASYNC} --config-name=fully_async_ppo_megatron_trainer.yaml a=1", "fully_async_ppo_megatron_trainer"),
     ("python /src/verl/verl/experimental/one_step_off_policy/main_ppo.py a=1", "one_step_off_ppo_trainer"),
     ("python verl/trainer/main_ppo.py a=1", "ppo_trainer"),
-    ("python main_ppo.py a=1", "ppo_trainer"),
     (f"python -m {MAIN} --config-path=pkg://verl.trainer.config -cn ppo_megatron_trainer a=1", "ppo_megatron_trainer"),
     (f"-m {MAIN} a=1", "ppo_trainer"),
     ("a=1", "ppo_trainer"),
@@ -71,7 +69,6 @@ def test_a_command_is_composed_by_its_own_main(typed, name):
 @pytest.mark.parametrize(("typed", "problem", "remedy"), [
     ("-m my_pkg.main_ppo a=1", OWN, "check KEY=VALUE"),
     ("src/train.py a=1", OWN, "check YAML"),
-    ("/x/verl/my_train.py", OWN, "check YAML"),
     ("-m recipe.prime.main_prime a=1", LACKS, "Take verl-recipe with the verl that it names"),
     ("-m verl.trainer.fsdp_sft_trainer a=1", "it was no RL run", ""),
     ("-m verl.trainer.main_pp0", LACKS, "Check the spelling."),
@@ -86,12 +83,6 @@ def test_a_command_is_composed_by_its_own_main(typed, name):
 def test_what_cannot_be_checked_is_told_in_words(typed, problem, remedy):
     code, (finding,) = findings("python", *typed.split())
     assert code == 1 and problem in finding["problem"] and remedy in finding["remedy"], finding
-
-
-@pytest.mark.parametrize("words", [[""], ["  "], ["srun", "-N", "4", "hostname"], ["bash", "run.sh"], ["./run.sh"]])
-def test_no_command_is_told_in_words(words):
-    code, (finding,) = findings(*words)
-    assert code == 1 and finding["problem"] and finding["remedy"]
 
 
 @pytest.mark.parametrize(("module", "instead"), [

@@ -1,13 +1,9 @@
 """What `verl-precision check` says of this installation, and of a broken one."""
 
-from unittest.mock import Mock
-
-import pytest
 import torch
 import verl  # noqa: F401 - with the plugin, before a test takes its entry point away
 from typer.testing import CliRunner
 
-from verl_precision.base.errors import EnvironmentMismatchError
 from verl_precision.base.versions import installed_versions
 from verl_precision.cli import app
 from verl_precision.integration.cpu.kernels import instruction_sets, kernel_library
@@ -48,14 +44,6 @@ def test_a_line_each_and_the_verdict_last():
     said = [line.partition(":")[0] for line in lines[-4:]]
     assert said == ["ok   verl", "ok   plugin loaded by `import verl`", "ok   vLLM", "ok   host symbols"]
     assert verdict == "installation: ready" and int(lines[-1].split()[3]) > 50
-
-
-@pytest.mark.parametrize(
-    ("error", "detail"),
-    [(EnvironmentMismatchError("a", remedy="Do b."), "a. Do b."), (ImportError("no libc"), "ImportError: no libc")],
-)
-def test_what_a_question_raises_is_a_finding(error, detail):
-    assert installation._asked("x", Mock(side_effect=error)) == installation.Finding("x", False, detail)
 
 
 def test_versions_do_not_name_what_only_answers_to_another_name():

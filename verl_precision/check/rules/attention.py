@@ -1,12 +1,13 @@
-"""Rules of the trainer's forward: attention without FP32 or Ulysses, or that cannot be packed; dropout."""
+"""Rules of the trainer's forward: attention without FP32 or Ulysses, or unpacked; dropout; adapters on heads."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import EXACT, short
-from verl_precision.base.verl_config import FSDP, engine_kwargs, engines, lora_rank, rollout_dtype
+from verl_precision.base.verl_config import FSDP, engines, lora_is_merged, lora_rank
 from verl_precision.check.rules.rule import Environment, Fault, rule
 from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 
@@ -18,6 +19,8 @@ PADDING = f"{MODEL}.use_remove_padding"
 # verl.models.transformers.monkey_patch gives these a forward that knows where packed sequences end. It needs the
 # kernels of flash-linear-attention: transformers' own delta rule in torch takes `cu_seqlens` and does not read it.
 PACKED_BY_VERL = ("qwen3_5", "qwen3_5_moe")
+# Input embeddings and output head, which one matrix may be.
+HEADS = ("lm_head", "model.embed_tokens", "model.language_model.embed_tokens", "transformer.wte")
 OF_HEADS = ("classifier", "summary", "token_dropout")  # of classifiers, and of protein models' inputs
 
 
@@ -64,18 +67,6 @@ def packed_delta_nets(config: DictConfig, environment: Environment) -> Iterator[
     if (kind := environment.model.get("model_type")) not in PACKED_BY_VERL:
         problem = f"the state of {kind}'s gated delta nets goes on from one packed sequence into the next"
         yield Fault(PADDING, f"{problem}: verl 0.9.1 tells only {' or '.join(PACKED_BY_VERL)} where one ends", "False")
-
-
-@rule("cpu-delta-nets")
-def delta_nets_on_cpu(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """Another dtype ends vLLM's engine at the first request."""
-    if config.trainer.device == "cpu" and gated_delta_nets(environment.model):
-        problem = "on a CPU vLLM computes gated delta nets in BF16 with a state in FP32"
-        if rollout_dtype(config) != "bf16":
-            yield Fault("actor_rollout_ref.rollout.dtype", problem, "bfloat16")
-        named = gated_delta_nets(environment.model).get("mamba_ssm_dtype")
-        if short(engine_kwargs(config).get("mamba_ssm_cache_dtype", named)) != "fp32":
-            yield Fault("actor_rollout_ref.rollout.engine_kwargs.vllm.mamba_ssm_cache_dtype", problem, "float32")
 
 
 def gated_delta_nets(model: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -135,3 +126,55 @@ def _positive(content: Mapping[str, Any], path: str = "") -> Iterator[tuple[str,
             yield from _positive(value, f"{name}.")
         elif "drop" in str(key) and not str(key).startswith(OF_HEADS) and type(value) in (int, float) and value > 0:
             yield name, float(value)
+
+
+@rule("adapter-misplaced")
+def adapter_misplaced(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """Not every module on which PEFT puts an adapter is wrapped by FSDP and is itself in the rollout.
+
+    FSDP2 makes a class of each module that it wraps, and verl has it wrap head and embeddings that are not tied. Tied
+    ones have two names and one matrix in the rollout: merged, an adapter on one of them would be on none or on both.
+    """
+    model, strategy = config.actor_rollout_ref.model, engines(config)[0].strategy
+    loaded = model.get("lora_adapter_path") is not None
+    if not (loaded or lora_rank(config)) or strategy not in FSDP or not environment.model:
+        return
+    adapter, name = (environment.adapter, "lora_adapter_path") if loaded else (model, "target_modules")
+    if not (heads := _heads(adapter)):
+        return
+    setting, tied = f"{MODEL}.{name}", _is_tied({**environment.model, **(model.get("override_config") or {})})
+    allowed = "modules of the layers, which are wrapped and sent"
+    without = "Train an adapter without it" if loaded else f"Set {setting}=all-linear"
+    if not tied if strategy == "fsdp2" else heads != "lm_head":
+        problem = f"{heads}: {strategy.upper()} cannot wrap a layer of PEFT's there, and the start fails"
+        yield Fault(setting, problem, allowed, f"{without}.")
+    if tied and lora_is_merged(config):
+        problem = f"{heads} is one matrix with another module (tie_word_embeddings): the rollout has one, you train two"
+        yield Fault(setting, problem, allowed, f"{without}, or set {MODEL}.lora.merge=False.")
+
+
+def _heads(adapter: Mapping[str, Any]) -> str:
+    """Return the head and the embeddings that an adapter is on, in words. PEFT's `all-linear` leaves the head out."""
+    targets, excluded = adapter.get("target_modules"), adapter.get("exclude_modules")
+    reached = [name for name in HEADS if _reaches(targets, name) and not _reaches(excluded, name)]
+    return " and ".join(name.rpartition(".")[2] for name in reached)
+
+
+def _reaches(targets: Any, name: str) -> bool:
+    """Return whether PEFT finds a module among targets: a pattern for the whole name, or ends of names."""
+    if isinstance(targets, str):
+        try:
+            return targets.lower() != "all-linear" and re.fullmatch(targets, name) is not None
+        except re.error:  # no pattern at all: PEFT raises it
+            return False
+    return any(name == str(target) or name.endswith(f".{target}") for target in targets or ())
+
+
+def _is_tied(model: Mapping[str, Any]) -> bool:
+    """Return whether head and embeddings are one, by `config.json`, or by what its type has where it is silent."""
+    if "tie_word_embeddings" in model or "model_type" not in model:
+        return bool(model.get("tie_word_embeddings"))
+    from transformers import CONFIG_MAPPING
+
+    kind = model["model_type"]
+    return kind in CONFIG_MAPPING and bool(getattr(CONFIG_MAPPING[kind](), "tie_word_embeddings", False))

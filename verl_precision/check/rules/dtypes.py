@@ -6,9 +6,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import HALF, short
 from verl_precision.base.verl_config import BACKEND, ROLLOUT, engines, quantisations, rollout_dtype, transport_dtype
+from verl_precision.check.models import served_models
 from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rule import Environment, Fault, Severity, rule
-from verl_precision.check.served_models import served_models
 from verl_precision.integration.trainer.saving import saves
 
 ADAM_EPS = 1e-8  # torch's default

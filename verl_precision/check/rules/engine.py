@@ -74,15 +74,6 @@ def router_replay(config: DictConfig, environment: Environment) -> Iterator[Faul
         yield Fault(f"{actor.setting}.shadow", "its forward would choose experts of its own", "no shadow", remedy)
 
 
-@rule("veomni-half-weights")
-def veomni_half_weights(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """VeOmni loads its weights in BF16 unless `mixed_precision` is True, and the optimizer updates them there."""
-    for engine in engines(config):
-        if engine.strategy == "veomni" and engine.trains and engine.master == "bf16":
-            problem = "VeOmni's optimizer updates weights in BF16: small updates are rounded away"
-            yield Fault(f"{engine.setting}.mixed_precision", problem, "True")
-
-
 @rule("rollout-unverified", "warning")
 def rollout_unverified(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Only vLLM's workers compare the bits that arrived; and TensorRT-LLM's server cannot answer a canary."""

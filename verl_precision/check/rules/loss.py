@@ -52,15 +52,6 @@ def kl_twice(config: DictConfig, environment: Environment) -> Iterator[Fault]:
         yield Fault(setting, problem, "one of the two", f"Set {setting}=False, or set {ACTOR}.use_kl_loss=False.")
 
 
-@rule("bypass-loss-unconfigured")
-def bypass_loss_unconfigured(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """verl's own loss for bypass mode needs a block of settings."""
-    if _loss(config) == "bypass_mode" and OmegaConf.select(config, LOSS_CORRECTION) is None:
-        problem = "loss_mode=bypass_mode reads its settings there and raises in the first update without them"
-        remedy = f"Choose estimator=pg_seq_tis or pg_seq_mis, or set +{LOSS_CORRECTION}.*."
-        yield Fault(LOSS_CORRECTION, problem, "a RolloutCorrectionConfig", remedy)
-
-
 @rule("bypass-without-loss")
 def bypass_without_loss(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """`bypass_mode` swaps the old log-probs, and in the V1 trainer nothing else of what was asked for."""

@@ -12,7 +12,6 @@ from verl_precision.presets import preset_groups
 
 NAME = "preset-overruled"
 OF_PRESETS = (NAME, "preset-not-in-force")
-_NAMED = re.compile(r"(?<![\w.])(\w+)=(\w+(?:(?:, | or )\w+)*)")  # precision=fp16, or estimator=one, another or a third
 MEANT = " If it is meant, add +presets=yield."
 # What follows where a word wins: end of the setting's path, how serious it is, in a few words. The first that fits.
 _EFFECTS: tuple[tuple[str, Severity, str], ...] = (
@@ -110,23 +109,14 @@ def without_chosen(fault: Fault, config: DictConfig) -> Fault:
     separated by `, or `.
     """
     choices = OmegaConf.select(config, "hydra.runtime.choices") or {}
-    chosen = {group: choices[group] for group in preset_groups() if choices.get(group)}
     ways = fault.remedy.rstrip(".").split(", or ")
-    asking = {way: asked for way in ways if (asked := _asked(way, chosen))}
-    if not asking:
-        return fault
-    left, preset = [way for way in ways if way not in asking], next(iter(asking.values()))
-    words = (word.lstrip("+").partition("=")[0] for word in OmegaConf.select(config, "hydra.overrides.task") or ())
-    if fault.setting in words:
-        left.insert(0, f"Leave out {fault.setting}, which replaces a part of {preset}")
-    remedy = ", or ".join(left or [f"{preset} is chosen: leave out the words that replace what it sets"])
-    return replace(fault, remedy=f"{remedy if '=' in remedy.split()[0] else remedy[0].upper() + remedy[1:]}.")
-
-
-def _asked(way: str, chosen: dict[str, str]) -> str:
-    """Return the preset, among those chosen, that a way asks for; empty if it asks for none."""
-    for group, name in chosen.items():
-        named = (re.split(", | or ", names) for key, names in _NAMED.findall(way) if key == group)
-        if f"a {group} preset" in way or any(name in each for each in named):
-            return f"{group}={name}"
-    return ""
+    for group, name in ((group, choices[group]) for group in preset_groups() if choices.get(group)):
+        asks = re.compile(rf"a {group} preset|(?<![\w.]){group}=(\w+(, | or ))*{name}\b")
+        if (left := [way for way in ways if not asks.search(way)]) == ways:
+            continue
+        words = (word.lstrip("+").partition("=")[0] for word in OmegaConf.select(config, "hydra.overrides.task") or ())
+        if fault.setting in words:
+            left.insert(0, f"Leave out {fault.setting}, which replaces a part of {group}={name}")
+        remedy = ", or ".join(left or [f"{group}={name} is chosen: leave out the words that replace what it sets"])
+        return replace(fault, remedy=f"{remedy if '=' in remedy.split()[0] else remedy[0].upper() + remedy[1:]}.")
+    return fault

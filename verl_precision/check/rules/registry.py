@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.extensions import features_asked_for
 from verl_precision.check import rules
-from verl_precision.check.rules.memory import OF_GPU
+from verl_precision.check.rules.gpu_memory import OF_GPU
 from verl_precision.check.rules.presets import one_for_a_cause, without_chosen
 from verl_precision.check.rules.rule import RULES, Environment, Fault, Rule
 from verl_precision.check.rules.run import made_by_a_script

@@ -7,7 +7,6 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.errors import VerlPrecisionError, describe, sentence
-from verl_precision.check.rules.gpu_memory import ModelShape, shape_of
 from verl_precision.losses.invariance import Trial
 
 Severity = Literal["error", "warning", "unchecked"]
@@ -60,9 +59,6 @@ class Machine:
     parameters: int | None = None  # of the model, by its `config.json`; None where that is not known
     checkpoint_disk: int | None = None  # bytes free for `trainer.default_local_dir`
     removable: int = 0  # bytes of the checkpoints there that are not marked to be kept
-    unwritable: frozenset[str] = frozenset()  # folders of the run that cannot be made or written to
-    missing_packages: frozenset[str] = frozenset()  # those not installed that a logger or another setting needs
-    kernel_problem: VerlPrecisionError | None = None  # why vLLM has no kernels for this CPU, or None
 
 
 @dataclass(frozen=True)
@@ -97,11 +93,6 @@ class Environment:
     machine: Machine | None = None  # the machine at hand, or None where nobody looked at it
     elsewhere: str = ""  # why the run is taken to be for another machine than the one at hand; empty: it is for this
     unknown: tuple[Fault, ...] = ()  # what was looked for and not found
-
-    @property
-    def shape(self) -> ModelShape | None:
-        """The model's shape, where its `config.json` describes one."""
-        return shape_of(self.model)
 
 
 @dataclass(frozen=True)

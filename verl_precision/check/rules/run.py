@@ -1,11 +1,14 @@
-"""Rules of the run as a whole: the plugin, verl's own refusals, the model, its context, groups of responses."""
+"""Rules of the run as a whole: the plugin, verl's own refusals, the model, context, heads, batches, token budgets."""
 
+import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.verl_config import ROLLOUT, engine_kwargs, engines
+from verl_precision.base.verl_config import FSDP, ROLLOUT, engine_kwargs, engines
+from verl_precision.check.models import served_models, teaches
 from verl_precision.check.rules.files import ANSWER_REWARDS, REWARD
 from verl_precision.check.rules.rule import (
     Environment,
@@ -16,7 +19,6 @@ from verl_precision.check.rules.rule import (
     faults_raised_by,
     rule,
 )
-from verl_precision.check.served_models import served_models, teaches
 from verl_precision.integration.trainer.saving import checkpoint_settings
 from verl_precision.mismatch.settings import MismatchSettings
 from verl_precision.weight_sync.settings import canary_settings, sync_settings
@@ -26,13 +28,6 @@ HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 GROUP_ESTIMATORS = (
     *("grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg"),
     *("reinforce_plus_plus_baseline", "optimal_token_baseline", "tir_optimal_token_baseline"),
-)
-# Keys of config.json that decide what a model computes.
-COMPUTED_BY = (
-    *("head_dim", "hidden_act", "hidden_size", "intermediate_size", "moe_intermediate_size", "norm_topk_prob"),
-    *("num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads"),
-    *("rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings"),
-    "vocab_size",
 )
 MODEL = "actor_rollout_ref.model"
 
@@ -89,20 +84,6 @@ def model_path(config: DictConfig, machine: Machine) -> Iterator[Fault]:
         yield Fault(path, "the folder has no readable config.json", allowed, remedy)
 
 
-@rule("model-overridden")
-def model_overridden(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """`override_config` changes the trainer's model; vLLM loads the one of config.json."""
-    of_vllm = OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides") or {}
-    for key, value in (config.actor_rollout_ref.model.get("override_config") or {}).items():
-        if key not in COMPUTED_BY:
-            continue
-        own = of_vllm[key] if key in of_vllm else environment.model.get(key)
-        if own is not None and own != value:
-            problem = f"the model has {own}; verl tells its trainer only, and the rollout computes another model"
-            remedy = f"Remove it, or tell vLLM too: +{ROLLOUT}.engine_kwargs.vllm.hf_overrides.{key}={value}."
-            yield Fault(f"{MODEL}.override_config.{key}", problem, str(own), remedy)
-
-
 @rule("context-too-small")
 def context(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl cuts what it asks vLLM for to the context, without a word; the model has to have the positions."""
@@ -146,3 +127,72 @@ def filter_metric(config: DictConfig, environment: Environment) -> Iterator[Faul
     problem += "within a group: groups that are right, or wrong, throughout are not dropped"
     remedy = f"Set {setting}=acc, or name such a key."
     yield Fault(setting, problem, "acc, or a key that says right or wrong", remedy, severity=severity)
+
+
+@rule("heads-do-not-divide")
+def heads_do_not_divide(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """vLLM and Ulysses give each rank whole attention heads; keys and values are shared out, or copied, evenly."""
+    rollout = config.actor_rollout_ref.rollout
+    sizes = {f"{ROLLOUT}.tensor_model_parallel_size": rollout.tensor_model_parallel_size}
+    sizes = sizes if rollout.name == "vllm" else {}
+    policies = (each for each in engines(config) if each.strategy in FSDP and each.role != "critic")
+    sizes |= {each.ulysses[0]: each.ulysses[1] for each in policies}
+    if all(over == 1 for over in sizes.values()):
+        return
+    heads: Any = environment.model.get("num_attention_heads")
+    kv: Any = environment.model.get("num_key_value_heads") or heads
+    if not isinstance(heads, int):
+        return
+    # ModelConfig.verify_with_parallel_config of vLLM and the models' own classes; verl's apply_monkey_patch
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
+    for setting, over in sizes.items():
+        if over >= 1 and over not in fitting:
+            problem = f"{heads} attention heads, {kv} of keys and values, cannot be shared evenly by {over} ranks"
+            allowed = ", ".join(map(str, fitting))
+            yield Fault(setting, problem, allowed, f"Set {setting}={max(n for n in fitting if n <= over)}.")
+
+
+@rule("batch-does-not-divide")
+def batch_does_not_divide(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """Each rank gets as many sequences of a mini-batch, and cuts them into micro-batches of one size."""
+    n, gpus = config.actor_rollout_ref.rollout.n, config.trainer.nnodes * config.trainer.n_gpus_per_node
+    for engine in engines(config):
+        if not engine.trains or engine.strategy not in FSDP:
+            continue
+        path, ranks = engine.setting.rpartition(".")[0], max(gpus // engine.ulysses[1], 1)
+        owner, setting = OmegaConf.select(config, path), f"{path}.ppo_mini_batch_size"
+        size, micro_batch = owner.ppo_mini_batch_size, owner.get("ppo_micro_batch_size_per_gpu")
+        sequences = size * n // ranks
+        if size * n % ranks:  # TrainingWorker.train_mini_batch
+            step = ranks // math.gcd(ranks, n)
+            problem = f"{size * n} sequences (x rollout.n={n}) are not divided by {ranks} ranks, as verl asserts"
+            yield Fault(setting, problem, f"a multiple of {step}", f"Set {setting}={-(-size // step) * step}.")
+        elif not owner.use_dynamic_bsz and micro_batch and sequences % micro_batch:  # prepare_micro_batches
+            setting, fits = f"{path}.ppo_micro_batch_size_per_gpu", math.gcd(sequences, micro_batch)
+            problem = f"a rank's {sequences} sequences are not divided by it: verl asserts so after the first rollout"
+            yield Fault(setting, problem, f"a divisor of {sequences}", f"Set {setting}={fits}.")
+    dynamic = config.actor_rollout_ref.actor.use_dynamic_bsz
+    if dynamic != config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz:  # ActorRolloutRefWorker.init_model
+        problem = f"actor.use_dynamic_bsz={dynamic}: each worker asserts that both are the same"
+        yield Fault(f"{ROLLOUT}.log_prob_use_dynamic_bsz", problem, str(dynamic))
+
+
+@rule("token-budget-too-small")
+def token_budget(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """With dynamic batch sizes verl asserts that every sequence fits into a micro-batch, after the first rollout."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    model, found = config.actor_rollout_ref, {engine.role: engine for engine in engines(config)}
+    budgets = [
+        ("actor", model.actor.use_dynamic_bsz, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"),
+        ("actor", model.rollout.log_prob_use_dynamic_bsz, f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
+        ("ref", model.ref.log_prob_use_dynamic_bsz, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"),
+        ("critic", config.critic.use_dynamic_bsz, "critic.ppo_max_token_len_per_gpu"),
+        ("critic", config.critic.use_dynamic_bsz, "critic.ppo_infer_max_token_len_per_gpu"),
+    ]
+    for role, dynamic, setting in budgets:
+        if role not in found or not dynamic or (tokens := OmegaConf.select(config, setting)) is None:
+            continue
+        least = -(-longest // max(found[role].ulysses[1], 1))
+        if tokens < least:
+            problem = f"a sequence of {longest} tokens (prompt and response) fits into no micro-batch: verl stops at it"
+            yield Fault(setting, problem, f"at least {least}", "Raise it, or shorten the responses.")

@@ -50,8 +50,7 @@ class PrecisionMegatronEngine(PartsOfEngine):
             raise LossScaleError(
                 f"{STOP_AFTER} updates in a row were skipped: gradients overflow at the smallest loss scale, "
                 f"{self._smallest_scale():g}",
-                remedy="The forward or backward pass itself overflows: `verl-precision check --model MODEL "
-                "--activations` says where. Train in BF16 (precision=bf16), or lower "
+                remedy="The forward or backward pass itself overflows. Train in BF16 (precision=bf16), or lower "
                 "optim.override_optimizer_config.min_loss_scale.",
             )
         return grad_norm

@@ -1,20 +1,14 @@
-"""Does a model fit FP16? Its weights, tensor by tensor; and its activations and gradients, module by module.
+"""Does a checkpoint fit FP16? Its weights, tensor by tensor, cast in slices, never the whole.
 
-Weights are cast in slices, never the whole. FP16 holds magnitudes up to 65504; below 2**-14 its numbers are subnormal
-and lose bits, and what is not above 2**-25 becomes zero. A weight beyond 65504 becomes infinite and the model's output
-NaN; subnormal and flushed weights are normal in small numbers (they contribute little), and suspicious in large ones.
-
-Activations are computed in FP32, so that the true magnitude is seen: in FP16 an overflow is inf in one layer and NaN in
-all after it, and says neither where it began nor how far it went. The loss is the mean negative log-likelihood of the
-prompts' own tokens, whose gradients are those of a policy gradient with advantage 1; FP16 holds them times the loss
-scale. A peak of activations far below 65504 says nothing about the backward pass.
+FP16 holds magnitudes up to 65504; below 2**-14 its numbers are subnormal and lose bits, and what is not above 2**-25
+becomes zero. A weight beyond 65504 becomes infinite and the model's output NaN; subnormal and flushed weights are
+normal in small numbers (they contribute little), and suspicious in large ones.
 """
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +21,6 @@ SLICE_ELEMENTS = 4 << 20  # Elements looked at in one go: 8 MiB in BF16, and a f
 FLUSH_WARNING = 0.01  # More than this share of a tensor's non-zero weights rounded to zero is worth a look.
 STORED = {known.safetensors: known.torch for known in DTYPES.values()} | {"F64": "float64"}  # read: their name in torch
 INDEX = "model.safetensors.index.json"
-LOSS_SCALE = 65536.0  # torch's and verl's initial one
-PROMPTS = (
-    "Question: Natalia sold clips to 48 friends, and half as many in May. How many in all?\nAnswer: 48 + 24 = 72.",
-    "def gcd(a, b):\n    while b:\n        a, b = b, a % b\n    return a\n",
-    "0 1 1 2 3 5 8 13 21 34 55 89 144 233 377 610 987 1597 2584 4181 6765",
-)
 
 
 @dataclass(frozen=True)
@@ -149,93 +137,3 @@ def audit_tensor(name: str, dtype: str, slices: Iterable[Any]) -> TensorReport:
         largest = max(largest, float(magnitude.where(finite, 0).max()))
     share = 1 / max(elements, 1)
     return TensorReport(name, dtype, elements, largest, overflows, not_finite, subnormal * share, flushed * share)
-
-
-@dataclass
-class ModuleReport:
-    """One module of the model."""
-
-    name: str  # its path
-    activation: float = 0.0  # largest magnitude of its output
-    gradient: float = 0.0  # largest magnitude of the gradients of its output and of its own parameters, unscaled
-
-
-@dataclass(frozen=True)
-class ActivationReport:
-    """A whole model."""
-
-    modules: list[ModuleReport]  # each that computes, the ones with least headroom first
-
-    @property
-    def largest_safe_scale(self) -> float:
-        """The largest power of two at which no gradient of these prompts overflows."""
-        worst = max(each.gradient for each in self.modules)
-        if not worst:
-            return math.inf
-        return 2.0 ** math.floor(math.log2(FP16_MAX / worst)) if worst < math.inf else 0.0
-
-    @property
-    def overflows(self) -> list[str]:
-        """Names of modules whose output is infinite in FP16: no loss scale helps."""
-        return [each.name for each in self.modules if each.activation > FP16_MAX]
-
-    @property
-    def ok(self) -> bool:
-        """Whether FP16 holds everything, if need be at a smaller loss scale of at least 1."""
-        return not self.overflows and self.largest_safe_scale >= 1
-
-    @property
-    def verdict(self) -> str:
-        """One sentence."""
-        if self.overflows:
-            return f"not for FP16: the output of {self.overflows[0]} exceeds 65504. Use precision=bf16."
-        if not self.ok:
-            return "not for FP16: a gradient exceeds 65504 even at loss scale 1. Use precision=bf16."
-        if self.largest_safe_scale >= LOSS_SCALE:
-            return f"activations fit FP16, and gradients at loss scale {LOSS_SCALE:g}"
-        return f"fits FP16 at a loss scale of {self.largest_safe_scale:g} or less; above it updates would be skipped"
-
-
-def measure_activations(path: Path, prompts: Sequence[str] = PROMPTS) -> ActivationReport:
-    """Run prompts forward and backward in FP32 and record every module's output and gradients.
-
-    The model, a folder in Hugging Face format with tokenizer, is loaded whole, in FP32: 4 bytes a parameter. Prompts
-    run one at a time. Each gradient is dropped once it has been looked at.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    found: dict[str, ModuleReport] = {}
-
-    def on_gradient(gradient: Any, name: str) -> None:
-        report = found.setdefault(name, ModuleReport(name))
-        report.gradient = max(report.gradient, _largest(gradient))
-
-    def on_output(module: Any, inputs: Any, output: Any, name: str) -> None:
-        tensor = output[0] if isinstance(output, tuple) else output
-        if isinstance(tensor, torch.Tensor):  # else a container of tensors that were seen where they were made
-            report = found.setdefault(name, ModuleReport(name))
-            report.activation = max(report.activation, _largest(tensor))
-            if tensor.requires_grad:
-                tensor.register_hook(partial(on_gradient, name=name))
-
-    def on_weight_gradient(parameter: torch.Tensor, name: str) -> None:
-        on_gradient(parameter.grad, name)
-        parameter.grad = None  # one tensor's gradient at a time
-
-    for name, module in model.named_modules():
-        module.register_forward_hook(partial(on_output, name=name))
-    for name, parameter in model.named_parameters():  # each once, also one that two modules share
-        parameter.register_post_accumulate_grad_hook(partial(on_weight_gradient, name=name.rpartition(".")[0]))
-    for prompt in prompts:
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    modules = sorted(found.values(), key=lambda each: max(each.activation, each.gradient * LOSS_SCALE), reverse=True)
-    return ActivationReport(modules)
-
-
-def _largest(tensor: Any) -> float:
-    """Return the largest magnitude; NaN counts as infinite, so that it is seen."""
-    return float(tensor.detach().abs().nan_to_num(nan=float("inf"), posinf=float("inf")).max())

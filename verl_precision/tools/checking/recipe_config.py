@@ -1,6 +1,7 @@
 """What a recipe or a command will run, and every fault of it."""
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,14 +15,13 @@ from verl_precision.base.other_engines import fit_to_engine
 from verl_precision.check.composition import unresolved
 from verl_precision.check.keys import keys_of
 from verl_precision.check.probe import gpus_here, probe_environment
-from verl_precision.check.rules.gpu_memory import gpu_memory, require_known_gpu
-from verl_precision.check.rules.memory import chosen_scale
+from verl_precision.check.rules.gpu_memory import chosen_scale, gpu_memory, require_known_gpu
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import SEVERITIES, Fault, Severity, fault_of_error
 from verl_precision.check.winning_words import REPLACED, WIN, WinningWord, winning_words
 from verl_precision.integration.trainer.run_identity import name_the_run
 from verl_precision.integration.trainer.saving import saves
-from verl_precision.tools.checking.composing import compose_recipe, composer
+from verl_precision.tools.checking.composing import MAIN, compose_recipe, composer
 from verl_precision.tools.checking.tables import Row, dtype_table, training_table
 from verl_precision.tools.checking.words import added, unknown, wrong_words
 
@@ -36,7 +36,7 @@ class RecipeReport:
     training: Sequence[Row] = ()  # what is trained
     words: Sequence[WinningWord] = ()  # of the command that win over presets, those that contradict none too
     replaced: Sequence[Mapping[str, Any]] = ()  # words over which presets won, with presets=win
-    leave_out: Sequence[str] = ()  # words that contradict presets
+    way_out: Mapping[str, Any] | None = None  # words that contradict presets, and the whole command without them
 
     @property
     def ok(self) -> bool:
@@ -55,8 +55,7 @@ class RecipeReport:
         content["dtypes"] = [{"what": row.what, "dtype": row.value, "source": row.source} for row in self.rows]
         content["training"] = [row._asdict() for row in self.training]
         content |= {"findings": [*map(vars, self.faults)], "words_over_presets": [*map(vars, self.words)]}
-        content |= {"replaced": self.replaced, "checkpoints": self.folder}
-        content["way_out"] = {"leave_out": self.leave_out} if self.leave_out else None
+        content |= {"replaced": self.replaced, "way_out": self.way_out, "checkpoints": self.folder}
         return json.dumps(content, indent=2, default=str)
 
 
@@ -65,23 +64,22 @@ class Meant:
     """What a user says of the machine and the model that a run is meant for."""
 
     gpu: str | None = None  # name of the GPU; None: that of this machine
-    elsewhere: bool | None = None  # whether the run is for another machine; None: it is told by the config and the GPUs
     model_config: Path | None = None  # a config.json, or its folder, that stands for the model's
 
 
 HERE = Meant()  # nothing is said
 
 
-def check_command(path: Path, overrides: Sequence[str], meant: Meant = HERE) -> RecipeReport:
+def check_command(path: Path, overrides: Sequence[str], meant: Meant, typed: Sequence[str]) -> RecipeReport:
     """Check what a command composes; with words that it has to change, these alone, all of them at once.
 
-    Rules would only tell what follows from such words.
+    Rules would only tell what follows from such words. Path and overrides were read of what was typed.
 
     Raises:
         ConfigurationError: If it does not compose for another reason.
     """
     try:
-        return check_recipe(path, overrides, meant)
+        return check_recipe(path, overrides, meant, typed)
     except ConfigurationError:
         wrong, config = wrong_words(composer(path), path, overrides)
         if not wrong:
@@ -93,10 +91,9 @@ def check_command(path: Path, overrides: Sequence[str], meant: Meant = HERE) -> 
 
 def _merged(faults: list[Fault], of_words: Iterable[Fault]) -> list[Fault]:
     """Return the faults of the rules and of a command's words, errors first, one for one cause."""
-    named, own = {each.setting for each in faults}, list(of_words)
-    wrong = [f"{each.setting}." for each in own if each.severity == "error"]
+    told = list(of_words)
+    wrong = [f"{each.setting}." for each in told if each.severity == "error"]
     refused = [f"{each.setting}." for each in faults if each.name == "verl-refuses"]
-    told = [each for each in own if each.name != "key-unread" or each.setting not in named]
     for fault in faults:
         same = {"verl-refuses": wrong, "setting-ignored": wrong + refused}.get(fault.name, [])
         if not any(key.startswith(f"{fault.setting}.") for key in same):
@@ -112,7 +109,7 @@ def _with_hint(fault: Fault, config: DictConfig) -> Fault:
     return replace(fault, remedy=unknown(fault.setting, str(fault.value), every).remedy)
 
 
-def check_recipe(path: Path, overrides: Sequence[str], meant: Meant = HERE) -> RecipeReport:
+def check_recipe(path: Path, overrides: Sequence[str], meant: Meant = HERE, typed: Sequence[str] = ()) -> RecipeReport:
     """Compose a recipe as verl would, and ask every rule.
 
     What is wrong with this machine (data, memory) is an error in a run and a warning here, or, where the run is for
@@ -128,7 +125,7 @@ def check_recipe(path: Path, overrides: Sequence[str], meant: Meant = HERE) -> R
         faults = [_with_hint(each, config) for each in find_faults(config, environment, this_machine=False)]
         words = winning_words(config)
         meant_to_win = OmegaConf.select(config, WIN) is False
-        contradicting = dict.fromkeys(each.word for each in words if each.contradicts and not meant_to_win)
+        contradicting = [each.word for each in words if each.contradicts and not meant_to_win]
         return RecipeReport(
             rows=list(dtype_table(config)),
             faults=_merged(faults, added(config, overrides)),
@@ -136,10 +133,22 @@ def check_recipe(path: Path, overrides: Sequence[str], meant: Meant = HERE) -> R
             training=training_table(config, words),
             words=words,
             replaced=OmegaConf.to_container(OmegaConf.select(config, REPLACED, default=OmegaConf.create([]))),
-            leave_out=list(contradicting),
+            way_out=_way_out(list(dict.fromkeys(contradicting)), path, overrides, typed),
         )
     except OmegaConfBaseException as error:
         raise unresolved(error, path) from error
+
+
+def _way_out(leave_out: list[str], path: Path, overrides: Sequence[str], typed: Sequence[str]) -> dict[str, Any] | None:
+    """Return words to leave out, and the whole command without them: what was typed, or what starts the recipe."""
+    if not leave_out:
+        return None
+    front = ["python", "-m", MAIN]
+    if list(typed) != list(overrides):
+        front += ["--config-dir", str(path.parent), "--config-name", path.stem]
+    is_command = typed and list(typed) != list(overrides) and Path(typed[0]) != path
+    whole = typed if is_command else [*front, *overrides]
+    return {"leave_out": leave_out, "command": shlex.join(word for word in whole if word not in leave_out)}
 
 
 def why_elsewhere(config: DictConfig, meant: Meant, here: Sequence[str]) -> str:
@@ -147,8 +156,8 @@ def why_elsewhere(config: DictConfig, meant: Meant, here: Sequence[str]) -> str:
 
     A run on a CPU is for any machine, and so for this one.
     """
-    if meant.elsewhere is not None or config.trainer.device == "cpu":
-        return "--elsewhere" if meant.elsewhere else ""
+    if config.trainer.device == "cpu":
+        return ""
     if meant.gpu is not None:
         return f"--gpu {meant.gpu}"
     if not here:

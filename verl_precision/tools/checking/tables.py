@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import ROLLOUT, engines, rollout_dtype, transport_dtype
-from verl_precision.check.served_models import served_models
+from verl_precision.check.models import served_models
 from verl_precision.check.who_decides import decisions
 from verl_precision.check.winning_words import WinningWord, shown
 from verl_precision.losses.registry import POLICY_LOSSES, ratio_of

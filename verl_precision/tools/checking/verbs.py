@@ -1,6 +1,5 @@
 """The verb `check`: is this run, this checkpoint, this machine, this cluster fit? And what a terminal shows of it."""
 
-import atexit
 import gc
 import json
 import shlex
@@ -21,7 +20,7 @@ if TYPE_CHECKING:  # some import torch, and the first findings are shown before 
     from verl_precision.tools.checking.installation import Finding
     from verl_precision.tools.checking.recipe_config import RecipeReport
 
-WORST = 12  # tensors and modules that are shown
+WORST = 12  # tensors that are shown
 MARKS = {"error": ("ERROR ", "red"), "warning": ("warn  ", "yellow"), "unchecked": ("not checked ", "cyan")}
 
 
@@ -33,18 +32,10 @@ def check(
     ] = None,
     overrides: Annotated[list[str] | None, Argument(help="Hydra overrides, e.g. precision=fp16.")] = None,
     gpu: Annotated[str | None, Option(help="GPU of the run, e.g. A100. Default: the GPU of this machine.")] = None,
-    elsewhere: Annotated[
-        bool | None,
-        Option(
-            "--elsewhere/--here",
-            help="Whether the run is for another machine. Default: with --gpu, and where its GPU is not here.",
-        ),
-    ] = None,
     model_config: Annotated[
         Path | None, Option(help="A config.json, or its folder, that stands for the model's where that is not here.")
     ] = None,
     model: Annotated[Path | None, Option(help="Checkpoint to audit for FP16: a folder or a .safetensors file.")] = None,
-    activations: Annotated[bool, Option(help="With --model: also run prompts forward and backward.")] = False,
     cluster: Annotated[
         str | None, Option(help="A running Ray, host:port or auto: check that every node is ready for the recipe.")
     ] = None,
@@ -59,39 +50,32 @@ def check(
     With a recipe, overrides, or a command (`check -- python -m verl.trainer.main_ppo ...`): its config, composed as
     verl composes it. Without: versions, registrations, and whether the plugin is loaded. With --cluster: also whether
     every node of that Ray has the same packages, the plugin, GPUs, and the recipe's files. With --model: whether its
-    weights, and with --activations its activations and gradients, fit FP16.
+    weights fit FP16.
     The exit code is 0 when there is no error, else 1.
     """
-    if activations and model is None:
-        raise BadParameter("--activations needs a checkpoint. Give --model PATH too.")
     if model is not None and config is not None:
         raise BadParameter(f"a recipe ({config}) and --model {model}: allowed is one of them. Leave one out.")
     if cluster is not None and (model is not None or as_json):
         raise BadParameter("--cluster works with or without a recipe, not with --model or --json. Leave those out.")
     if path and cluster is None:
         raise BadParameter("--path is for the nodes of a cluster. Give --cluster ADDRESS too.")
-    about_run = (gpu, elsewhere, model_config)
-    if config is None and any(each is not None for each in about_run):
-        raise BadParameter("--gpu, --elsewhere and --model-config are about a run. Give a recipe or a command too.")
+    if config is None and (gpu or model_config):
+        raise BadParameter("--gpu and --model-config are about a run. Give a recipe or a command too.")
     ok, words = True, [] if config is None else [config, *(overrides or [])]
-    gc.disable()  # imports make millions of objects that stay: collecting is a quarter of a check's time,
-    atexit.register(gc.freeze)  # also at the end of the process
-    try:
-        with silence_third_party():
-            if model is not None:
-                ok = _check_model(model, activations, as_json)
-            elif words:
-                ok = _check_recipe(words, about_run, as_json)
-            elif cluster is None:
-                ok = _check_installation(as_json)
-            if cluster is not None:
-                ok = _check_cluster(cluster, words, [str(each) for each in path or []]) and ok
-    finally:
-        gc.enable()
+    gc.set_threshold(200_000)  # imports make millions of objects that stay: collecting is a quarter of a check's time
+    with silence_third_party():
+        if model is not None:
+            ok = _check_model(model, as_json)
+        elif words:
+            ok = _check_recipe(words, (gpu, model_config), as_json)
+        elif cluster is None:
+            ok = _check_installation(as_json)
+        if cluster is not None:
+            ok = _check_cluster(cluster, words, [str(each) for each in path or []]) and ok
     raise Exit(0 if ok else 1)
 
 
-def _check_recipe(words: list[str], meant: tuple[str | None, bool | None, Path | None], as_json: bool) -> bool:
+def _check_recipe(words: list[str], meant: tuple[str | None, Path | None], as_json: bool) -> bool:
     from verl_precision.base.versions import require_verl
 
     try:
@@ -101,7 +85,7 @@ def _check_recipe(words: list[str], meant: tuple[str | None, bool | None, Path |
         from verl_precision.tools.checking.recipe_config import Meant, check_command
 
         gone: list[ConfigurationError] = []
-        report = check_command(*read_command(words, gone), Meant(*meant))
+        report = check_command(*read_command(words, gone), Meant(*meant), words)
         report.faults[:0] = [fault_of_error(error, "main-gone", "error") for error in gone]
     except VerlPrecisionError as error:
         if not as_json:
@@ -134,8 +118,9 @@ def show_recipe(report: "RecipeReport", to: Console) -> None:
         _print(f"checkpoints in {report.folder}", to)
     counts = report.counts
     _print(f"{counts['error']} error(s), {counts['warning']} warning(s), {counts['unchecked']} not checked", to)
-    if report.leave_out:
-        _print(f"For what the presets say, leave out: {shlex.join(report.leave_out)}", to)
+    if report.way_out:
+        _print(f"For what the presets say, leave out: {shlex.join(report.way_out['leave_out'])}", to)
+        _print(f"The whole command: {report.way_out['command']}", to)
         _print("Or add +presets=win to the command as it is.", to)
 
 
@@ -144,19 +129,16 @@ def _print(line: str, to: Console = console, style: str = "") -> None:
         to.print(Text(line, style), soft_wrap=True)
 
 
-def _check_model(model: Path, activations: bool, as_json: bool) -> bool:
+def _check_model(model: Path, as_json: bool) -> bool:
     from rich.progress import track
 
-    from verl_precision.tools.checking.checkpoint import LOSS_SCALE, audit_checkpoint, measure_activations
+    from verl_precision.tools.checking.checkpoint import audit_checkpoint
 
     weights = audit_checkpoint(model, lambda tensors: track(tensors, "auditing", console=errors))
-    measured = measure_activations(model) if activations else None
-    ok = weights.ok and (measured is None or measured.ok)
     if as_json:
-        found = {"weights": weights, "activations": measured}
-        told = {name: each and {**asdict(each), "ok": each.ok, "verdict": each.verdict} for name, each in found.items()}
-        print(json.dumps({"ok": ok, **told}, indent=2, default=str))
-        return ok
+        told = {"ok": weights.ok, "weights": {**asdict(weights), "ok": weights.ok, "verdict": weights.verdict}}
+        print(json.dumps(told, indent=2, default=str))
+        return weights.ok
     rows = []
     for t in weights.tensors[:WORST]:
         counts = (str(t.overflows), str(t.not_finite), f"{t.subnormal:.2%}", f"{t.flushed:.2%}")
@@ -168,14 +150,7 @@ def _check_model(model: Path, activations: bool, as_json: bool) -> bool:
     if weights.skipped:
         _print(f"{len(weights.skipped)} tensor(s) were skipped: they are not floats of at least 16 bits")
     _print(f"weights: {weights.verdict}", style="green" if weights.ok else "red")
-    if measured is not None:
-        worst = [
-            (each.name or "(logits)", f"{each.activation:.4g}", f"{each.gradient * LOSS_SCALE:.4g}")
-            for each in measured.modules[:WORST]
-        ]
-        console.print(terminal_table(("module", "activation", f"gradient x {LOSS_SCALE:g}"), worst))
-        _print(f"activations: {measured.verdict}", style="green" if measured.ok else "red")
-    return ok
+    return weights.ok
 
 
 def _check_installation(as_json: bool) -> bool:

@@ -1,13 +1,11 @@
-"""Words of a command that Hydra or verl does not take: unknown, renamed, gone, misspelt, there already, read by nobody.
+"""Words of a command that Hydra or verl does not take: unknown, renamed, gone, misspelt, there already.
 
 Where a key is meant is looked up in the config that the command composes, with its engine.
 """
 
-import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -126,13 +124,12 @@ def meant(word: str, known: Iterable[str]) -> str:
 
 
 def added(config: DictConfig, overrides: Sequence[str]) -> Iterator[Fault]:
-    """Yield a fault for each key behind a + that verl had once, or that nothing of verl's reads."""
+    """Yield a fault for each key behind a + that verl had once, or that is a group of presets, misspelt."""
     every = set(keys_of(OmegaConf.to_container(config, resolve=False)))
     for word in overrides:
         key, _, value = word.lstrip("+").partition("=")
         if not word.startswith("+") or key in preset_groups() or "@" in key:
             continue
-        name = "unknown-key"
         severity: Severity = "error"
         group = "" if "." in key else next(iter(get_close_matches(key, preset_groups(), n=1, cutoff=0.8)), "")
         if group:  # Hydra adds it as a setting
@@ -140,24 +137,7 @@ def added(config: DictConfig, overrides: Sequence[str]) -> Iterator[Fault]:
             error = ConfigurationError(problem, allowed=allowed, remedy=f"Did you mean +{group}={value}?")
         elif section := "" if "async_training" in config else row_of(key)[0]:  # its main reads old keys, too
             error, severity = unknown(key, value, every - {key}), "warning" if section == "gone" else "error"
-        elif not HANDED_ON.search(f"{key}.") and (strange := [p for p in key.split(".") if not name_is_read(p)]):
-            problem, name, severity = f"nothing in verl reads a setting called {strange[0]}", "key-unread", "warning"
-            error = ConfigurationError(problem, remedy="Drop it, unless code of your own reads it.")
         else:
             continue
         error.setting, error.value = key, value
-        yield fault_of_error(error, name, severity)
-
-
-def name_is_read(name: str) -> bool:
-    """Return whether a source of verl's or of this package has an attribute, a text or a field of this name."""
-    word = re.escape(name)
-    read = re.compile(rf"""\.{word}\b(?!\()|["'](?:[\w.]+\.)?{word}["']|^\s+{word}\s*:""", re.M)
-    return any(name in text and read.search(text) for text in _sources())
-
-
-@functools.cache
-def _sources() -> list[str]:
-    packages = (find_spec(name) for name in ("verl", "verl_precision"))
-    folders = (Path(folder) for each in packages if each for folder in each.submodule_search_locations or ())
-    return [path.read_text("utf-8", errors="replace") for folder in folders for path in folder.rglob("*.py")]
+        yield fault_of_error(error, "unknown-key", severity)
