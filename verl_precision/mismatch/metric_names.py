@@ -41,23 +41,6 @@ ACTOR = "actor/"
 BY_VERSION = ("mismatch/tokens", K3_KL, LOG_PROB_GAP)
 
 
-def acting(kind: str) -> str:
-    """Return the name of a metric that is 1 while a kind of action (`settings.REMEDIES`) is under way."""
-    return f"alarm/{kind}"
-
-
-def before_mask(metrics: Mapping[str, object]) -> dict[str, object]:
-    """Return a step's metrics with the effective sample of its responses before a mask, for a loss that has weights.
-
-    Those that are left by the mask always look healthy.
-    """
-    hidden = {prefix + key for key in (*SAMPLE_SIZES, REJECTED_TOKENS) for prefix in ("", ACTOR)}
-    left = {key: value for key, value in metrics.items() if key not in hidden}
-    weighs = any(value_of(metrics, key) is not None for key in (WEIGHT_ESS, TOKEN_WEIGHT_ESS))
-    size, responses = value_of(metrics, SEQUENCE_ESS), value_of(metrics, RESPONSES)
-    return {**left, WEIGHT_ESS: size / responses} if weighs and size is not None and responses else left
-
-
 def behind(versions: int, key: str) -> str:
     """Return the name of a metric of `BY_VERSION`, of the responses that are 0 to 3 versions behind; 3: 3 or more."""
     return key.replace("/", f"/behind_{versions}/", 1)
