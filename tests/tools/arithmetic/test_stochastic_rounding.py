@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import verl.workers.engine  # noqa: F401 - it imports what is tested here
 from hypothesis import given
 from hypothesis import strategies as st
 

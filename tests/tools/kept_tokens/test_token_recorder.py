@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from monitored import MINIMAL, trainer_of
+from monitored import MINIMAL, Queue, trainer_of
 from omegaconf import OmegaConf
-from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_precision.integration.engine import measurement
@@ -27,20 +26,6 @@ BYPASS = {"algorithm": {"rollout_correction": {"bypass_mode": True}}}
 GAPS = [[0.3, 0.0], [0.1, 9.0, 9.0, -0.1], [0.0]]
 MASKS = [[1, 1], [1, 0, 0, 1], [1]]
 ADVANTAGES = [1.0, -1.0, 0.0]
-
-
-class Queue(dict):
-    """verl's transfer queue: name -> one tensor a row."""
-
-    def get(self, keys, partition_id, select_fields):
-        rows = [int(key.split("_")[1]) for key in keys]
-        fields = {name: [self[name][row] for row in rows] for name in select_fields}
-        nested = {name: torch.nested.as_nested_tensor(some, layout=torch.jagged) for name, some in fields.items()}
-        return TensorDict(nested, batch_size=len(rows))
-
-    def put(self, keys, partition_id, fields):
-        self.update({name: list(values) for name, values in fields.items()})
-        return SimpleNamespace(fields=list(self))
 
 
 @pytest.fixture
