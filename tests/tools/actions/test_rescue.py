@@ -99,7 +99,8 @@ FIELDS |= {"folder": "f"}
 
 
 @pytest.mark.parametrize("content", [*FOREIGN.values(), *(yaml.safe_dump(FIELDS | change).encode() for change in (
-    {"checksum": "crc32 00000000"}, {"new": 1}, {"precision": "fp8"}, {"step": "3"}, {"step": 3.0}, {"name": None}, {"checkpoint": 4}, {"folder": []},
+    {"checksum": "crc32 00000000"}, {"new": 1}, {"precision": "fp8"},
+    {"step": "3"}, {"step": 3.0}, {"name": None}, {"checkpoint": 4}, {"folder": []},
 ))], ids=lambda content: repr(content[-24:]))  # fmt: skip
 def test_rubbish_ends_the_start_of_its_parent_and_its_own(tmp_path, content):
     (tmp_path / RESCUE_FILE).write_bytes(content)

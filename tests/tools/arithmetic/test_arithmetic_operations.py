@@ -74,20 +74,6 @@ def test_the_gradient_is_the_formulas_rounded_once(name, dtype, arithmetic, bloc
         assert torch.allclose(x.grad.double(), w.grad, rtol=0.51 * spacing, atol=1e-5 * w.grad.abs().max().item())
 
 
-@pytest.mark.parametrize("dtype", HALF)
-def test_the_order_of_a_sum_does_not_show(dtype):
-    x, w = operands([(96, 640), (512, 640)], dtype)
-    order = torch.randperm(640, generator=torch.Generator().manual_seed(1))
-    for inner, equal in ((torch.float64, True), (torch.float32, False)):
-        at_once = ours.linear(x, w, inner=inner)
-        assert torch.equal(ours.linear(x[:, order], w[:, order], inner=inner), at_once) == equal
-    exact = {"inner": torch.float64}
-    assert torch.equal(torch.cat([ours.linear(row, w, **exact) for row in x.split(7)]), ours.linear(x, w, **exact))
-    scale = w[0]
-    normed = ours.rms_norm(x, scale, 1e-6, **exact)
-    assert torch.equal(ours.rms_norm(x[:, order], scale[order], 1e-6, **exact)[:, order.argsort()], normed)
-
-
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("extreme", [60000.0, float("inf"), float("-inf"), float("nan")])
 def test_extremes_are_as_natively(name, extreme):
