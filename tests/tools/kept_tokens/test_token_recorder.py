@@ -6,13 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from monitored import MINIMAL, Queue, trainer_of
-from omegaconf import OmegaConf
+from monitored import Queue, trainer_of
 from verl.utils import tensordict_utils as tu
 
 from verl_precision.integration.engine import measurement
 from verl_precision.integration.engine.measurement import CANDIDATES, LOTS, REQUEST
-from verl_precision.integration.trainer.run_monitor import RunMonitor
 from verl_precision.integration.trainer.trainers import callbacks_asked_for
 from verl_precision.tools.kept_tokens.kept_file import DECISIONS, index_of, response_at
 from verl_precision.tools.kept_tokens.recorder import TokenRecorder
@@ -75,7 +73,8 @@ def kept_by(made: TokenRecorder, batch, step=1) -> dict:
 
 def in_driver(made: TokenRecorder, batch, step=1) -> dict:
     made._trainer.monitor.measure_in_driver(batch, step)
-    assert made._trainer.monitor.measured()["mismatch/failed_measurements"] == 0
+    made._trainer.monitor.add_metrics(metrics := {})
+    assert metrics["mismatch/failed_measurements"] == 0
     return kept_by(made, batch, step)
 
 
@@ -165,13 +164,14 @@ def test_a_disk_that_is_full_costs_the_tokens_and_not_the_run(queue, tmp_path):
     made.path = tmp_path / "file" / "kept_tokens"
     (tmp_path / "file").touch()
     made._compute_metrics(lambda *args, **more: None, batch, {}, global_steps=1)
-    assert made._trainer.monitor.measured()["mismatch/failed_measurements"] == 1
+    made._trainer.monitor.add_metrics(metrics := {})
+    assert metrics["mismatch/failed_measurements"] == 1
 
 
 def test_without_the_setting_nothing_is_asked_or_written(queue):
-    config, batch = OmegaConf.merge(MINIMAL, BYPASS, {"mismatch": {"keep_tokens": 0}}), batch_of()
-    RunMonitor(SimpleNamespace(config=config)).ask_the_worker(batch, 1, 0)
-    assert callbacks_asked_for(config) == [] and LOTS not in queue and batch.extra_info[REQUEST]["keep"] == 0
+    trainer, batch = trainer_of(BYPASS, {"mismatch": {"keep_tokens": 0}}), batch_of()
+    trainer.monitor.ask_the_worker(batch, 1, 0)
+    assert callbacks_asked_for(trainer.config) == [] and LOTS not in queue and batch.extra_info[REQUEST]["keep"] == 0
     assert CANDIDATES not in measurement.measure(batch.extra_info[REQUEST], {"log_probs": torch.zeros(1)}, {})
 
 
