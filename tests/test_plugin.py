@@ -142,7 +142,7 @@ def test_messages_are_heard_once_even_where_root_shows_errors_only(with_plugin):
 def test_without_preset_verl_chooses_what_it_chose_without_us(with_plugin, without_plugin):
     """Platform, losses and trainers are verl's own, with the plugin as without it; engines on CUDA subclass verl's.
 
-    That such an engine runs verl's code unless its config is ours: below, and bit for bit in `tests/engine/ranks.py`.
+    That such an engine runs verl's code unless its config is ours, bit for bit: `tests/engine/ranks.py`.
     """
     assert with_plugin[0]["chosen"] == without_plugin[0]["chosen"]
 
