@@ -78,17 +78,11 @@ setup(
         # Features of a run by the setting that asks for them: verl_precision/base/extensions.py.
         "verl_precision.trainer": [
             "mismatch.keep_tokens = verl_precision.tools.kept_tokens.recorder:TokenRecorder",
-            *(
-                f"mismatch.alarm.on_alarm:{kind} = verl_precision.tools.actions.remedy:Remedy"
-                for kind in ("lower_learning_rate", "mask", "rescue")
-            ),
+            "mismatch.alarm.on_alarm:rescue = verl_precision.tools.actions.remedy:Remedy",
         ],
         "verl_precision.driver": ["mismatch.alarm.on_alarm:rescue = verl_precision.tools.actions.rescue:go_on"],
         "verl_precision.rules": [
-            *(
-                f"mismatch.alarm.on_alarm:{kind} = verl_precision.tools.actions.rules"
-                for kind in ("lower_learning_rate", "mask", "rescue")
-            ),
+            "mismatch.alarm.on_alarm:rescue = verl_precision.tools.actions.rules",
             "actor_rollout_ref.actor.fsdp_config.learning_rate_ess_base = verl_precision.tools.actions.rules",
             "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PRECISION_ARITHMETIC:exact = "
             "verl_precision.tools.arithmetic.rules",

@@ -2,7 +2,9 @@
 
 from types import SimpleNamespace
 
+import torch
 from omegaconf import OmegaConf
+from tensordict import TensorDict
 
 from verl_precision.integration.trainer.run_monitor import RunMonitor
 
@@ -20,3 +22,17 @@ def trainer_of(*changes: dict, **attributes) -> SimpleNamespace:
     trainer = SimpleNamespace(config=OmegaConf.merge(MINIMAL, *changes), **attributes)
     trainer.monitor = RunMonitor(trainer)
     return trainer
+
+
+class Queue(dict):
+    """verl's transfer queue: name -> one tensor a row."""
+
+    def get(self, keys, partition_id, select_fields):
+        rows = [int(key.split("_")[1]) for key in keys]
+        fields = {name: [self[name][row] for row in rows] for name in select_fields}
+        nested = {name: torch.nested.as_nested_tensor(some, layout=torch.jagged) for name, some in fields.items()}
+        return TensorDict(nested, batch_size=len(rows))
+
+    def put(self, keys, partition_id, fields):
+        self.update({name: list(values) for name, values in fields.items()})
+        return SimpleNamespace(fields=list(self))

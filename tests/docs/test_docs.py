@@ -120,6 +120,13 @@ def test_python_prints_the_text_below_it(capsys):
         assert capsys.readouterr().out == text
 
 
+def test_figures_of_the_readme_stand_in_the_log():
+    log = "".join(page.read_text() for page in LOG.glob("*.md"))
+    figures = set(re.findall(r"\d\.\d+e-\d+|\d\.\d\d\b|\d+ to \d+(?= times)", (ROOT / "README.md").read_text()))
+    assert len(figures) > 10
+    assert {figure for figure in figures if figure not in log} <= {"51 to 97"}, "of two entries"
+
+
 def test_shell_is_in_bash_fences():
     """The tests above read no others."""
     assert ROOT / "README.md" in DOCUMENTS and any(_commands(document) for document in DOCUMENTS)

@@ -35,8 +35,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
 from verl_precision.base.dtypes import long
-from verl_precision.base.errors import ConfigurationError, LossScaleError, PrecisionContradictionError
-from verl_precision.engine.arithmetic_choice import VARIABLE
+from verl_precision.base.errors import LossScaleError, PrecisionContradictionError
 from verl_precision.engine.loss_scaling import local_part
 from verl_precision.engine.router_replay import ReplayedRouters
 from verl_precision.engine.settings import LossScaleSettings, ShadowSettings
@@ -303,38 +302,6 @@ def test_packed_sequences_dynamic_batches_and_checkpointing_give_what_the_padded
     assert relative_error(gradient(packed, summed, packed=True, lengths=lengths), reference) < 8 * rounding
 
 
-@pytest.mark.parametrize(("dtype", "rounding"), [("fp16", 2**-11), ("bf16", 2**-8)])
-def test_exact_arithmetic_packed_dynamic_and_checkpointed_is_the_padded_forward_bit_for_bit(
-    dtype, rounding, monkeypatch
-):
-    lengths, seen, scaling = (5, 8, 7, 11), [], {"loss_scale": LossScaleSettings(initial=64.0)}
-    reference = gradient(make_engine("fp32"), summed, lengths=lengths)
-    monkeypatch.setenv(VARIABLE, "exact")
-    padded, packed = make_engine(dtype, **scaling), make_engine(dtype, packed=True, **scaling)
-    forward = predicted(packed, lengths, packed=True)
-    assert torch.equal(forward, predicted(padded, lengths))
-
-    def kept(model_output, data, dp_group):
-        seen.extend(row[:-1].detach() for row in model_output["log_probs"].unbind())
-        return summed(model_output, data, dp_group)
-
-    assert relative_error(gradient(packed, kept, packed=True, lengths=lengths), reference) < 8 * rounding
-    rows = torch.cat(sorted(seen, key=len)), torch.cat(sorted(forward.split([n - 1 for n in lengths]), key=len))
-    assert torch.equal(*rows), "the first update's ratio is exactly 1"
-
-
-@pytest.mark.parametrize(("settings", "words"), [
-    ({"plain": True}, "a preset precision="),
-    ({"fp32_output_head": True}, "without fp32_output_head"),
-    ({"fp32_log_probs": False}, "with fp32_log_probs"),
-    ({"lora": {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear"}}, "model.lora_rank=0"),
-])  # fmt: skip
-def test_exact_arithmetic_refuses_an_engine_that_rounds_other_numbers(settings, words, monkeypatch):
-    monkeypatch.setenv(VARIABLE, "exact")
-    with pytest.raises(ConfigurationError, match=f"arithmetic='exact'.*{words}"):
-        make_engine("bf16", **settings)
-
-
 def summed(model_output, data, dp_group):
     """Return minus the sum of the log-probs of all tokens that something predicts."""
     return -sum(row[:-1].sum() for row in model_output["log_probs"].unbind()), {}
@@ -569,12 +536,6 @@ def test_merged_lora_is_sent_as_exact_as_it_is(strategy, plain):
     assert error > 1e-3 if plain else error < 1e-6
     after = full_weights(engine)
     assert all(torch.equal(before[key], after[key].double()) for key in before), "the adapter is taken out again"
-
-
-@STRATEGIES
-def test_an_adapter_that_parts_tied_names_is_refused_when_the_engine_is_built(strategy):
-    with pytest.raises(ConfigurationError, match=r"target_modules.*lm_head.weight of the adapter cannot be sent"):
-        make_engine("fp16", architecture="qwen3_tied", lora={**LORA, "target_modules": ["lm_head"]}, strategy=strategy)
 
 
 @STRATEGIES

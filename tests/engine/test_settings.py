@@ -6,8 +6,6 @@ import pytest
 from verl.workers.config import FSDPEngineConfig
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.check.rules.registry import find_faults
-from verl_precision.check.rules.rule import Environment
 from verl_precision.engine.settings import LossScaleSettings, ShadowSettings
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 
@@ -64,21 +62,3 @@ def test_shadow_settings_that_cannot_work_are_refused(settings, message):
 
 def test_shadow_is_off_by_default_whatever_the_rollouts_dtype():
     assert not ShadowSettings(dtype="auto").enabled and ShadowSettings(dtype="bf16", every_n_steps=10).enabled
-
-
-ACTOR, REFERENCE, CRITIC = "actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp"
-OUT_OF_BOUNDS = {f"{ACTOR}.loss_scale.growth_interval": 0, f"{REFERENCE}.dtype": "bfloat16"}
-OUT_OF_BOUNDS[f"{CRITIC}.loss_scale.growth"] = 7
-OTHER_SHADOWS = {f"{ACTOR}.shadow.dtype": "fp16", f"{CRITIC}.shadow.every_n_steps": 1}
-
-
-@pytest.mark.parametrize(("overrides", "refused"), [
-    ([f"{ACTOR}.dtype=float16"], {}),  # not ours: verl's business
-    (["+precision=fp16"], OUT_OF_BOUNDS),
-    (["+precision=fp32_train_bf16_rollout", f"{ACTOR}.shadow.ratio_source=shadow"], {}),
-    (["+precision=bf16", f"{ACTOR}.shadow.every_n_steps=1"], OTHER_SHADOWS),
-], ids=["no preset", "out of bounds", "shadow of the rollout", "shadows of something else"])  # fmt: skip
-def test_rules_ask_the_bounds_and_name_the_block(compose_verl, overrides, refused):
-    overrides = [*overrides, *(f"++{setting}={value}" for setting, value in refused.items())]
-    faults = find_faults(compose_verl("actor_rollout_ref.rollout.name=vllm", *overrides), Environment())
-    assert {fault.setting: fault.value for fault in faults if fault.name == "engine-settings"} == refused

@@ -65,15 +65,6 @@ def test_any_series_keeps_the_state_in_bounds_and_json(values):
     assert copy == detector
 
 
-@given(st.lists(st.floats(1e-8, 1e-2), min_size=5, max_size=40), st.floats(1e-3, 1e3))
-def test_units_do_not_matter(values, unit):
-    one, other = growth(floor=1e-30), growth(floor=1e-30)
-    for step, value in enumerate(values):
-        one.update(step, value)
-        other.update(step, unit * value)
-        assert other.evidence == pytest.approx(one.evidence, abs=1e-6)
-
-
 def test_persistence_fires_once_and_again_after_recovery():
     check = Persistence(3)
     fired = [step for step, mark in enumerate("xx.xxxx.x..xx...xxx") if check.update(step, mark == "x")]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_precision.base.mergeable import Count
-from verl_precision.mismatch import fused, fused_kernel
+from verl_precision.mismatch import fused
 from verl_precision.mismatch.statistics import MismatchStatistics
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -127,24 +127,6 @@ def test_threads_change_nothing():
     finally:
         torch.set_num_threads(before)
     assert found[0] == found[1] == found[2]
-
-
-def test_exponential_is_exact_to_rounding():
-    """e^x - 1, as `_sum` puts it together, and e^x - 1 - x beside 80-bit arithmetic."""
-    if np.finfo(np.longdouble).eps > 1e-18:
-        pytest.skip("no 80-bit floats here")
-    rng = np.random.default_rng(0)
-    size = np.exp(rng.uniform(math.log(1e-12), math.log(700), 20_000))
-    near = np.concatenate([np.log(2) / 2 * k + rng.uniform(-1e-3, 1e-3, 200) for k in range(-20, 21)])
-    for x in np.concatenate([size, -size, near]).tolist():
-        power, rest, r = fused_kernel.exponential(x)
-        y = np.longdouble(x)
-        for found, exact in ((power * (r + rest) + (power - 1), np.expm1(y)), (power * (1 + (r + rest)), np.exp(y))):
-            assert abs(found - exact) <= 1e-15 * abs(exact), x
-        if power == 1:
-            # Here the oracle itself loses digits of a small x, so Taylor's series in 80 bits stands for it.
-            series = sum(y**k / np.longdouble(math.factorial(k)) for k in range(18, 1, -1))
-            assert abs(rest - series) <= 1e-15 * series, x
 
 
 def test_which_way_a_batch_goes():

@@ -14,16 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import monitored
-import numpy as np
 import pytest
 import torch
 from composer import actor_config, compose_estimator
 from omegaconf import OmegaConf
 from tensordict import TensorDict
-from verl import DataProto
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask as correct
-from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 from verl.utils import tensordict_utils as tu
@@ -36,7 +33,6 @@ from verl_precision.engine.shadow import OF_SHADOW
 from verl_precision.integration.engine.measurement import REQUEST, VERSIONS_BEHIND, measure
 from verl_precision.integration.resolvers import run_name
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
-from verl_precision.integration.trainer.session_advantages import advantages_by_session
 from verl_precision.tools.actions.remedy import Remedy
 from verl_precision.tools.actions.rescue import Action
 
@@ -74,14 +70,11 @@ class Situation:
     far: float = 0.0  # nats by which the trainer's log-probs of the first response are below the rollout's
     # Whether each step starts anew, from the checkpoint of the one before, which verl saves before it has metrics.
     resumed: bool = False
-    # Outputs of each session of an agent loop, of two prompts; the second and the last have reward 1.
-    sessions: tuple[int, ...] = ()
     steps: int = 6
 
 
 NAN_WEIGHTS = Situation("icepop", gap=FP16, broken="rollout", share=1.0, steps=3)
 UNDERFLOW = Situation("grpo_seq_mis", gap=FP16, far=120.0)
-AGENTS = Situation(sessions=(1, 3, 2, 2))
 WARM_UP = Situation(gap=0.014, stale=0.04, behind=(0, 1, 0, 2), steps=70)
 DRIFT = replace(WARM_UP, changes=("mismatch.alarm.baseline_steps=8",), gap=FP16, growth=1.15, stale=0.03, steps=35)
 DIFFERENT_WEIGHTS = Situation("pg_seq_is", gap=2.0)
@@ -109,7 +102,6 @@ SITUATIONS = {
     "verl's `rollout_rs` rejects most tokens: the gap is that before": Situation(changes=REJECTED),
     "`trm` rejects most responses": Situation("trm", gap=0.5),
     "one response of 16 has a weight that underflows, and none is beyond C": UNDERFLOW,
-    "`rloo`, an agent loop whose sessions return 1, 3, 2 and 2 outputs: each counts once": AGENTS,
     "four updates between two syncs: sums, whatever verl makes of names": Situation(sync_step=4),
     "the same, bypass: after an update no response is current": Situation("pg_seq_is", sync_step=4),
     "a mini-batch without a valid token": Situation("pg_seq_is", empty=True),
@@ -207,20 +199,6 @@ def update_of_verl(situation: Situation, config, batch: Store, trainer: torch.Te
         return reduce_metrics(rename_dict(output, "actor/"))
 
 
-def advantages_of(sessions: tuple[int, ...]) -> torch.Tensor:
-    """Return what verl's trainer computes with `rloo`; keys are those of TransferQueue."""
-    keys = [f"{prompt}_{session}_{i}" for prompt in "ab" for session, n in enumerate(sessions) for i in range(n)]
-    rewards = torch.tensor([[float(key.split("_")[1] in "13")] for key in keys])
-    rewards = torch.nn.functional.pad(rewards, (TOKENS - 1, 0))
-    tensors = {"token_level_rewards": rewards, "response_mask": torch.ones(RESPONSES, TOKENS)}
-    uids = np.array([key[0] for key in keys], dtype=object)
-    data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids})
-    options = dict(adv_estimator="rloo", num_repeat=len(sessions), norm_adv_by_std_in_grpo=False, config={})
-    with advantages_by_session():
-        data = trainer_base.compute_advantage_for_multi_trajectories(data, batch_keys=keys, **options)
-    return data.batch["advantages"]
-
-
 def trainer_of(config, monkeypatch, folder: Path):
     """Return a measuring trainer without workers: what verl's own would start, compute and write is left out."""
     base = TRAINER_REGISTRY["sync"]
@@ -254,8 +232,6 @@ def run(situation: Situation, monkeypatch, folder: Path) -> tuple[dict, set[str]
             monkeypatch.setattr("transfer_queue.kv_batch_put", batch.put)
             monitor.remember_mask(batch)
             rows = batch.rows
-            if situation.sessions:
-                rows["advantages"] = advantages_of(situation.sessions)
             corrected: dict = {}
             if not correction.get("bypass_mode"):
                 weights, rows["response_mask"], corrected = correct(*(rows[name] for name in CORRECTED), **options)
@@ -266,8 +242,6 @@ def run(situation: Situation, monkeypatch, folder: Path) -> tuple[dict, set[str]
             monitor.take_from_the_worker(update)
             aggregator.add_step_metrics(update, sample_count=RESPONSES)
         metrics = aggregator.get_aggregated_metrics() | corrected
-        advantages = rows["advantages"]
-        metrics |= {"critic/advantages/min": float(advantages.min()), "critic/advantages/max": float(advantages.max())}
         if situation.resumed:
             trainer._save_checkpoint()
         trainer._compute_metrics(batch, metrics, {}, global_steps=step, epoch=0)

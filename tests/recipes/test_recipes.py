@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from composer import CPU_ONLY, PAPER, RECIPES, ROOT, compose_recipe
@@ -19,8 +18,6 @@ from verl_says import objection
 from verl_precision.base.versions import TESTED
 from verl_precision.check.probe import probe_environment
 from verl_precision.check.rules.registry import find_faults
-from verl_precision.check.rules.rule import Environment
-from verl_precision.integration.trainer.run_monitor import RunMonitor
 from verl_precision.presets import preset_names
 from verl_precision.tools.tiny_model import ARCHITECTURES, cached_tiny_model
 
@@ -134,14 +131,6 @@ def test_the_moe_recipe_says_how_experts_are_computed_and_verl_builds_that(imple
     hf_config = omega_conf_to_dataclass(config.actor_rollout_ref.model).hf_config
     model = AutoModelForCausalLM.from_pretrained(config.actor_rollout_ref.model.path, config=hf_config)
     assert model.model.layers[0].mlp.experts.config._experts_implementation == implementation
-
-
-def test_rollout_correction_can_be_switched_off_as_in_verl():
-    """To verl, null means off: rules, run name and trainer take it so."""
-    config = compose_recipe(SANITY, "estimator=grpo", "algorithm.rollout_correction=null")
-    assert config.trainer.experiment_name == "fp16_grpo"
-    assert not [fault for fault in find_faults(config, Environment()) if "rollout_correction" in str(fault)]
-    assert not RunMonitor(SimpleNamespace(config=config)).request["bypass"]
 
 
 def test_stand_in_is_in_verls_format_and_fits_the_scale(load_script):

@@ -77,13 +77,6 @@ def _damage(method, damaged=False, built_under=torch.bfloat16, model_dtype=torch
     return find_damage(layer, record, repack=True, model_dtype=model_dtype)
 
 
-@pytest.mark.parametrize("built_under", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_an_emptied_weight_is_no_difference_whatever_its_dtype(built_under, model_dtype):
-    """What stopped every run on a CPU with AMX: bfloat16[0] at the first load, float32[0] in the reference."""
-    assert _damage(PACKED, built_under=built_under, model_dtype=model_dtype) is None
-
-
 @pytest.mark.parametrize("method", [PACKED, PACKED_IN_PLACE])
 def test_a_damaged_packed_copy_is_proof(method):
     assert _damage(method) is None

@@ -51,14 +51,12 @@ def test_healthy_syncs_raise_nothing(architecture, dtype, kind, monkeypatch):
 
 
 # Gated delta nets, windows, or other norms.
-@pytest.mark.parametrize(("architecture", "dtype"), [
-    ("qwen3_next", "float32"), ("glm4", "float32"), ("gemma4", "float32"), ("glm4_moe", "float32"),
-    pytest.param("qwen3_next", "bfloat16", marks=pytest.mark.matrix),  # the same sync in FP32
-    pytest.param("gemma3", "float32", marks=pytest.mark.matrix),  # its windows and norms are Gemma 4's
+@pytest.mark.parametrize(("architecture", "near"), [
+    ("qwen3_next", 2e-2), ("glm4", 1e-5), ("gemma4", 1e-5), ("glm4_moe", 1e-5)
 ])  # fmt: skip
-def test_syncs_of_this_years_models_take_and_decoding_is_the_trainers(architecture, dtype):
-    """In FP32, and in BF16 with a BF16 state, vLLM's own kernels of a gated delta net refuse the first request."""
-    pair = EnginePair(architecture, dtype)
+def test_syncs_of_this_years_models_take_and_decoding_is_the_trainers(architecture, near):
+    """In FP32 vLLM's own kernels of a gated delta net refuse the first request."""
+    pair = EnginePair(architecture, "bfloat16" if architecture == "qwen3_next" else "float32")
     torch.manual_seed(0)
     for _ in range(2):
         move(pair.model)
@@ -73,7 +71,7 @@ def test_syncs_of_this_years_models_take_and_decoding_is_the_trainers(architectu
         tokens = torch.tensor([prompt["prompt_token_ids"] + list(drawn.token_ids)])
         rollout = torch.tensor([at[token].logprob for at, token in zip(drawn.logprobs, drawn.token_ids, strict=True)])
         gap = (pair.score(tokens)[0, 3:] - rollout).abs().mean()
-        assert gap < {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
+        assert gap < near
 
 
 def test_a_sync_on_a_cpu_leaves_gpt_oss_without_experts():

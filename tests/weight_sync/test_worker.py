@@ -186,13 +186,27 @@ def test_loading_error_names_the_tensor_and_the_sender_is_answered(caplog):
     assert "vllm/model_executor" in caplog.text, "the log has the whole story"
 
 
-@pytest.mark.parametrize("step", [f"{WORKER}.is_quantized_model", f"{reload.__name__}.initialize_layerwise_reload"])
-def test_an_error_before_the_first_bucket_reaches_the_caller_and_the_sender_is_answered(monkeypatch, step):
+OF_EXTENSION = "_old_encoder_outputs _is_quantised _recording _arrival_problems _delivery_problems _layer_problems"
+CALLED = (
+    *(f"{WORKER}.VerifiedWeightSyncExtension.{name}" for name in OF_EXTENSION.split()),
+    *(f"{WORKER}.Sync.{name}" for name in ("collect_loaded", "coverage_problems")),
+    *(f"{WORKER}.is_quantized_model", f"{WORKER}.choose_layers", f"{reload.__name__}.initialize_layerwise_reload"),
+)
+
+
+@pytest.mark.parametrize("called", CALLED, ids=lambda called: called.rpartition(".")[2])
+def test_whatever_a_sync_calls_may_raise_and_the_sender_is_answered(monkeypatch, called):
     """Else the sender waits for a receiver that never comes, and the error with it."""
     pair = WorkerPair()
-    with monkeypatch.context() as patch, pytest.raises(WeightSyncError, match="at the model: ZeroDivisionError"):
-        patch.setattr(step, lambda _: 1 // 0)
+    pair.sync()
+    monkeypatch.setattr(called, lambda *arguments: 1 // 0)
+    with pytest.raises((WeightSyncError, ZeroDivisionError), match="ZeroDivisionError|by zero"):
         pair.sync()
+    assert pair.worker._sync is None and pair.worker._sync_index == 1
+
+
+def test_a_reload_that_has_not_ended_is_refused():
+    pair = WorkerPair()
     reload.initialize_layerwise_reload(pair.model)
     with pytest.raises(WeightSyncError, match="a layer-wise reload of it has begun and not ended.*Start the run again"):
         pair.sync()

@@ -160,11 +160,9 @@ class MismatchAlarm:
         """Take all metrics of one step, steps in order, and return the alarms raised, each once until it has recovered.
 
         A metric that is missing or NaN changes nothing. Growth is looked for in the responses of the current version
-        alone, where there are others. While an action masks responses, the effective sample is that before the mask.
+        alone, where there are others.
         """
         raised = []
-        if metrics.get(names.acting("mask")):
-            metrics = names.before_mask(metrics)
         for (name, growth), metric in zip(self._growing.items(), (names.K3_KL, names.LOG_PROB_GAP), strict=True):
             value = names.of_current_version(metrics, metric)
             if value is not None and growth.update(step, value):

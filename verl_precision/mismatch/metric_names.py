@@ -11,8 +11,6 @@ LOG_PROB_GAP = "mismatch/log_prob_gap_abs_mean"
 PROBS_PEARSON = "mismatch/probs_pearson"
 PROB_GAP_MIN = "mismatch/probs_diff_min"
 PROB_GAP_MAX = "mismatch/probs_diff_max"
-SEQUENCE_ESS = "mismatch/sequence_ess"
-RESPONSES = "mismatch/responses"
 ROUTING_AGREEMENT = "mismatch/routing_agreement"
 FAILED_MEASUREMENTS = "mismatch/failed_measurements"
 STALE_FRACTION = "mismatch/stale_fraction"
@@ -39,23 +37,6 @@ ACTIVE_ALARMS = "alarm/active_count"
 ACTOR = "actor/"
 # What is also measured of the responses of each version, and of the tokens of each turn, where there are several.
 BY_VERSION = ("mismatch/tokens", K3_KL, LOG_PROB_GAP)
-
-
-def acting(kind: str) -> str:
-    """Return the name of a metric that is 1 while a kind of action (`settings.REMEDIES`) is under way."""
-    return f"alarm/{kind}"
-
-
-def before_mask(metrics: Mapping[str, object]) -> dict[str, object]:
-    """Return a step's metrics with the effective sample of its responses before a mask, for a loss that has weights.
-
-    Those that are left by the mask always look healthy.
-    """
-    hidden = {prefix + key for key in (*SAMPLE_SIZES, REJECTED_TOKENS) for prefix in ("", ACTOR)}
-    left = {key: value for key, value in metrics.items() if key not in hidden}
-    weighs = any(value_of(metrics, key) is not None for key in (WEIGHT_ESS, TOKEN_WEIGHT_ESS))
-    size, responses = value_of(metrics, SEQUENCE_ESS), value_of(metrics, RESPONSES)
-    return {**left, WEIGHT_ESS: size / responses} if weighs and size is not None and responses else left
 
 
 def behind(versions: int, key: str) -> str:

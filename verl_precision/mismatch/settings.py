@@ -11,7 +11,6 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.settings import settings
 
 ON_ALARM = "mismatch.alarm.on_alarm"
-REMEDIES = ("lower_learning_rate", "mask", "rescue")  # its values with which an alarm acts
 
 
 @settings("mismatch.alarm.{}".format)
@@ -19,12 +18,10 @@ class AlarmSettings:
     """When the alarm is raised, and what happens then; docs/alarm.md has the measured rates of the defaults.
 
     Attributes:
-        on_alarm: `log` (say it and go on); `stop` (say it, and end the run if the alarm is severe);
-            `lower_learning_rate` (by the root of the effective sample, until the alarm has recovered); `mask` (leave
-            out responses whose ratio is beyond `mismatch.ratio_threshold`, until it has recovered); `rescue` (end the
+        on_alarm: `log` (say it and go on); `stop` (say it, and end the run if the alarm is severe); `rescue` (end the
             run, and go on from before the trouble in FP16, as a run of its own).
-        action_patience: Further steps in a row with an alarm that an action cures, and none of a fault, before it
-            begins; and without one before it ends; ≥ 1.
+        action_patience: Further steps in a row with an alarm that a rescue cures, and none of a fault, before it
+            begins; ≥ 1.
         baseline_steps: First steps that say what is normal for this run; ≥ 5.
         allowed_growth: k3 may be this many times its baseline for ever; > 1. The mean |log-prob gap| goes with its
             square, because k3 ≈ gap²/2: 3 allows it a factor of 1.73.
@@ -44,7 +41,7 @@ class AlarmSettings:
         sync_gap: Mean |log-prob gap|, nats, above which they are not one policy.
     """
 
-    on_alarm: Literal["log", "stop", "lower_learning_rate", "mask", "rescue"] = Field(
+    on_alarm: Literal["log", "stop", "rescue"] = Field(
         default="log", description="The value log never ends or changes a run."
     )
     action_patience: int = Field(default=5, ge=1, strict=True)

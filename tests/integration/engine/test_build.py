@@ -14,7 +14,7 @@ from verl_precision.base import extensions
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.arithmetic_choice import VARIABLE
 from verl_precision.integration.engine import build
-from verl_precision.integration.engine.build import LOWER_RATE, EnginePart
+from verl_precision.integration.engine.build import EnginePart
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.engine.fsdp_engine import precision_variant
 
@@ -77,17 +77,6 @@ def test_a_step_that_is_not_installed_is_refused_and_never_left_out(monkeypatch,
     with pytest.raises(ConfigurationError, match="not installed") as error:
         made(**({asked: OPTIONAL[asked]} if asked else {}))
     assert error.value.setting == setting
-
-
-def test_an_alarm_finds_the_lower_rate_and_one_that_is_not_installed_is_refused(monkeypatch):
-    engine, kept = made(), len(made().parts)
-    for _ in range(2):
-        build.lower_rate_in(engine)
-    assert len(engine.parts) == kept + 1, "once"
-    monkeypatch.setattr(extensions, "installed", lambda group: ())
-    with pytest.raises(ConfigurationError, match="not installed") as error:
-        build.lower_rate_in(engine)
-    assert error.value.setting == LOWER_RATE
 
 
 def test_what_a_step_of_somebody_else_leaves_takes_part(monkeypatch):

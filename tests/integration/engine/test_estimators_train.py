@@ -12,7 +12,6 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.integration.engine.measurement import MISMATCH, REQUEST
 from verl_precision.integration.trainer.checkpoints import is_complete
 from verl_precision.presets import preset_names
-from verl_precision.tools.actions.learning_rate import LOWER_RATE
 from verl_precision.tools.selftest.single_rank import engine_batch, nested
 from verl_precision.tools.tiny_model import cached_tiny_model
 
@@ -159,15 +158,6 @@ def test_the_learning_rate_is_scaled_by_the_root_of_the_effective_sample(make_en
     halfway = weights(scaled)
     metrics, _ = updated(scaled, compose_estimator("grpo_seq_mis"), gap=0.0, shift=-9.0)
     assert metrics["precision/learning_rate_factor"] == [0.0] and torch.equal(weights(scaled), halfway)
-
-
-def test_an_alarm_that_acts_lowers_the_rate_of_the_updates_that_it_asks_for_alone(make_engine):
-    """By the factor that the setting would give: the first updates of two engines are the same, bit for bit."""
-    config, asked, scaled = compose_estimator("pg_seq_is"), make_engine(), make_engine(learning_rate_ess_base=1.0)
-    by_alarm, by_setting = updated(asked, config, {LOWER_RATE: True}, gap=1.0)[0], updated(scaled, config, gap=1.0)[0]
-    assert by_alarm["precision/learning_rate_factor"] == by_setting["precision/learning_rate_factor"]
-    assert torch.equal(weights(asked), weights(scaled))
-    assert "precision/learning_rate_factor" not in updated(asked, config, gap=1.0)[0], "back up"
 
 
 def test_a_loss_without_weights_cannot_scale_the_learning_rate(make_engine):

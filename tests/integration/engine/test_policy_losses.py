@@ -108,26 +108,6 @@ def test_bad_setting_is_refused_by_the_loss_and_before_the_run(estimator, overri
         assert "Allowed: " in text and any(remedy in text for remedy in ("Set ", "Choose ")), text
 
 
-NO_LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs=False"
-
-
-@pytest.mark.parametrize(("estimator", "override", "message"), [
-    ("pg_seq_is", NO_LOG_PROBS, "needs the rollout.s log-probs"),
-    ("grpo_seq_mis", NO_LOG_PROBS, "needs the rollout.s log-probs"),
-    ("pg_seq_is", "trainer.use_v1=False", r"trainer\.use_v1=False"),  # the V0 trainer
-    ("grpo_token_tis", f"{CORRECTION}.bypass_mode=True", "makes no weights"),
-    ("grpo_seq_mis", f"{CORRECTION}.rollout_rs=token_k1", "the denominator"),
-    ("grpo_seq_mis", f"{CORRECTION}.rollout_is_batch_normalize=True", "not those of the equation"),
-    ("grpo_token_tis", f"{CORRECTION}.rollout_is_threshold=0.55", rf"{CORRECTION}\.rollout_is_threshold=0\.55"),
-    ("kpop", f"{CORRECTION}.rollout_is_threshold=0", rf"{CORRECTION}\.rollout_is_threshold=0: "),
-    ("icepop", f"{CORRECTION}.rollout_is_threshold=0.5_5", rf"{CORRECTION}\.rollout_is_threshold=0\.55.*0\.5_5\.0"),
-    ("grpo_seq_mis", f"{ACTOR}.policy_loss.loss_mode=gpg", "does not apply the weights"),
-])  # fmt: skip
-def test_contradiction_is_refused_before_the_run(estimator, override, message):
-    found = errors(compose_estimator(estimator, override))
-    assert any(re.search(message, text) for text in found), found
-
-
 @pytest.mark.parametrize(("estimator", "counts", "changes", "message"), [
     ("grpo", {"dp_size": 2}, {}, "num_responses.*dp_size=2"),
     ("pg_seq_is", {"dp_size": 2}, {}, "num_responses.*dp_size=2"),

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from monitored import trainer_of
+from monitored import Queue, trainer_of
 from rubbish import FOREIGN, cut, flipped
-from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_precision.base.errors import CheckpointStateError, MismatchAlarmError
@@ -88,13 +87,7 @@ def stored(monkeypatch, *responses: tuple[float, ...], **fields) -> None:
         "advantages": [torch.ones(len(row)) for row in responses],
     } | fields
 
-    def kv_batch_get(keys, partition_id, select_fields):
-        kept = [int(key.split("_")[1]) for key in keys]
-        chosen = {name: [rows[name][row] for row in kept] for name in select_fields}
-        nested = {name: torch.nested.as_nested_tensor(some, layout=torch.jagged) for name, some in chosen.items()}
-        return TensorDict(nested, batch_size=len(kept))
-
-    monkeypatch.setattr("transfer_queue.kv_batch_get", kv_batch_get)
+    monkeypatch.setattr("transfer_queue.kv_batch_get", Queue(rows).get)
 
 
 def reported_by(judge: RunMonitor) -> dict:
@@ -108,32 +101,11 @@ def measured_by(judge: RunMonitor, batch, step: int = 1) -> dict:
     return reported_by(judge)
 
 
-@pytest.mark.parametrize(("changes", "expected"), [
-    ((), (0.5, 0.5)),  # same weights: the gap is beta
-    ((SHADOW,), (0.5, None)),
-    ((SHADOW_RATIO,), (None, None)),
-    ((BYPASS,), (None, None)),
-])  # fmt: skip
-def test_the_driver_measures_what_it_has(monkeypatch, changes, expected):
-    stored(monkeypatch, (-1.0, -2.0))
-    metrics = measured_by(monitor(*changes), batch_of(0))
-    assert (metrics.get("mismatch/log_prob_gap_max"), metrics.get("phantom/beta_max")) == expected
-
-
 def test_the_final_tokens_are_those_of_responses_that_were_not_cut(monkeypatch):
     """Of at most 4 tokens; in a response of one token the first, which has the gap, is the final one."""
     stored(monkeypatch, (-1.0,), (-1.0, -2.0), (-1.0, -1.0, -1.0, -1.0))
     metrics = measured_by(monitor(), batch_of(0, 0, 0))
     assert metrics["mismatch/final_token_gap_mean"] == 0.25 and metrics["mismatch/responses"] == 3
-
-
-@pytest.mark.parametrize("name", ["vp_grpo", "vp_ratio_one", "vp_grpo_unclipped", "vp_gspo", "vanilla", "gspo"])
-def test_against_the_trainers_own_log_probs_rounding_clips_nothing(monkeypatch, name):
-    """The ratio is 1 at the first update, however large the gap: nothing to alarm anybody."""
-    stored(monkeypatch, *[(-1.0, -2.0)] * 8)
-    metrics = measured_by(monitor(loss(name)), batch_of(*[0] * 8))
-    assert metrics["phantom/beta_max"] == 0.5
-    assert not [key for key in metrics if key.startswith("phantom/") and ("clip" in key or "fraction" in key)]
 
 
 @pytest.mark.parametrize(("changes", "measured"), [((REJECTION,), (9, 0.5)), ((REJECTION, SHADOW_RATIO), (None, None))])
@@ -155,28 +127,6 @@ def test_what_rejection_removes_is_counted_and_measured(monkeypatch, changes, me
     assert metrics["rollout_corr/kept_response_fraction"] == pytest.approx(2 / 5)
     assert metrics["rollout_corr/kept_token_fraction"] == pytest.approx(2 / 9)
     assert "rollout_corr/rejected_responses" not in measured_by(monitor(), batch), "nothing was to be rejected"
-
-
-def test_staleness_is_told_from_precision(monkeypatch):
-    """At step 5 version 4 is current. The older two have a gap in the first of their tokens as well."""
-    stored(monkeypatch, (-1.0, -2.0), (-1.0,), (-1.0, -1.0))
-    metrics = measured_by(monitor(), batch_of(4, 3, 0), step=5)
-    assert metrics["mismatch/stale_fraction"] == pytest.approx(3 / 5)
-    gaps = {k: metrics[f"mismatch/behind_{k}/log_prob_gap_abs_mean"] for k in (0, 1, 3)}
-    assert gaps == {0: 0.25, 1: 0.5, 3: 0.25} and metrics["mismatch/log_prob_gap_abs_mean"] == pytest.approx(0.3)
-    assert metrics["phantom/tokens"] == 2, "the rollout stands for a shadow where it has the same weights"
-    assert measured_by(monitor(), batch_of(4, 4, 4), step=5).keys().isdisjoint({"mismatch/behind_0/k3_kl"})
-
-
-def test_the_updates_between_two_syncs_are_merged(monkeypatch):
-    """parameter_sync_step=2: verl would average what each update reports, and sum `total_variation`."""
-    responses = [(-1.0, -2.0, -1.5), (-0.5,)]
-    stored(monkeypatch, *responses)
-    expected, judge = measured_by(monitor(), batch_of(0, 0)), monitor()
-    for response in responses:
-        stored(monkeypatch, response)
-        judge.measure_in_driver(batch_of(0), 1)
-    assert reported_by(judge) == pytest.approx(expected)
 
 
 def test_a_batch_is_fetched_without_padding(monkeypatch):
@@ -257,16 +207,6 @@ def test_a_micro_batch_is_measured_against_the_rollout():
     assert in_bypass_mode["mismatch/log_prob_gap_abs_mean"] == 0, "the old log-probs are the rollout's"
 
 
-def test_only_responses_of_the_current_version_tell_beta_without_a_shadow():
-    data = micro_batch()
-    data[VERSIONS_BEHIND] = torch.tensor([[0], [2]])
-    mismatch, phantom = found_by(ASKED, None, data)
-    assert mismatch["mismatch/behind_2/log_prob_gap_abs_mean"] == pytest.approx(0.3)
-    assert phantom["phantom/tokens"] == 2 and phantom["phantom/beta_max"] == pytest.approx(0.2)
-    data[VERSIONS_BEHIND] = torch.tensor([[1], [2]])
-    assert found_by(ASKED, None, data)[1] == {}
-
-
 def test_the_worker_learns_which_responses_are_behind(monkeypatch):
     """After an update within the step no response is of the weights that score it."""
     put = []
@@ -281,15 +221,6 @@ def test_the_worker_learns_which_responses_are_behind(monkeypatch):
         assert batch.fields == ["prompts", VERSIONS_BEHIND]
     monitor(BYPASS).ask_the_worker(batch_of(4, 4, extra_info={}), 5, 0)
     assert not put, "all are current: nothing to say"
-
-
-def test_with_a_shadow_alpha_and_beta_are_split():
-    shadow = nested([[-1.05, -2.0, 0.0], [0.0, -3.3, 0.0]])
-    mismatch, metrics = found_by({**ASKED, "mismatch": False}, shadow, micro_batch())
-    assert mismatch == {}
-    assert metrics["phantom/beta_max"] == pytest.approx(0.3)
-    assert metrics["phantom/alpha_max"] == pytest.approx(0.2)
-    assert metrics["phantom/alpha_mean"] + metrics["phantom/beta_mean"] == pytest.approx(0.2)
 
 
 def test_a_failing_micro_batch_is_logged_counted_and_left_out(caplog):

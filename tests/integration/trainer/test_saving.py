@@ -58,7 +58,7 @@ def saving_in(folder, minutes=0.0, now=lambda: 0.0) -> Saving:
     made = SimpleNamespace(
         config=OmegaConf.create(config), global_steps=1, total_training_steps=2, timing_raw={}, saved=0
     )
-    made.monitor = SimpleNamespace(measured=dict, save=lambda folder, row: None)
+    made.monitor = SimpleNamespace(save=lambda folder, row: None)
     made.logger = SimpleNamespace(logger={})
     saving = Saving(made, now)
 

@@ -8,7 +8,7 @@ import torch
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
-from rubbish import FOREIGN, cut
+from rubbish import FOREIGN, cut, flipped
 
 from verl_precision.base.errors import CheckpointStateError
 from verl_precision.integration.trainer.checkpoints import RESCUE_FILE
@@ -82,9 +82,11 @@ def test_its_command_is_the_parents_with_each_setting_once(decided, tmp_path):
         assert values["trainer.resume_mode"] == "auto" and "trainer.resume_from_path" not in values
 
 
-def test_a_file_cut_short_is_refused_or_says_the_same(decided):
+def test_a_file_cut_short_or_with_another_bit_is_refused_or_says_the_same(decided):
+    """A letter of it is another folder."""
     asked, file = config(Path(decided.parent)), Path(decided.parent) / RESCUE_FILE
-    for damaged in cut(file.read_bytes()):
+    content = file.read_bytes()
+    for damaged in (*cut(content), *flipped(content, bits=1)):
         file.write_bytes(damaged)
         try:
             assert rescue.of_run(asked) == decided, damaged
@@ -97,13 +99,16 @@ FIELDS |= {"folder": "f"}
 
 
 @pytest.mark.parametrize("content", [*FOREIGN.values(), *(yaml.safe_dump(FIELDS | change).encode() for change in (
-    {"new": 1}, {"precision": "fp8"}, {"step": "3"}, {"step": 3.0}, {"name": None}, {"checkpoint": 4}, {"folder": []},
+    {"checksum": "crc32 00000000"}, {"new": 1}, {"precision": "fp8"},
+    {"step": "3"}, {"step": 3.0}, {"name": None}, {"checkpoint": 4}, {"folder": []},
 ))], ids=lambda content: repr(content[-24:]))  # fmt: skip
 def test_rubbish_ends_the_start_of_its_parent_and_its_own(tmp_path, content):
     (tmp_path / RESCUE_FILE).write_bytes(content)
     for ask in (rescue.of_run, rescue.is_rescue):
         with pytest.raises(CheckpointStateError, match=r"rescue\.yaml cannot be read"):
             ask(config(tmp_path))
+    (tmp_path / RESCUE_FILE).write_text(yaml.safe_dump(FIELDS))  # one that is mended by hand needs no checksum
+    assert rescue.of_run(config(tmp_path)) == Rescue(**FIELDS)
 
 
 @pytest.mark.parametrize(

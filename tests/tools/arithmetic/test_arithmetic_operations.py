@@ -51,10 +51,13 @@ def test_exact_is_the_true_number_rounded_once(name, dtype):
     assert torch.equal(found, formula(*(x.double() for x in given)).to(dtype))
 
 
+@pytest.mark.parametrize("block", [1, 64 * 24, 2**20])
 @pytest.mark.parametrize("arithmetic", INNER)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_the_gradient_is_the_formulas_rounded_once(name, dtype, arithmetic):
+def test_the_gradient_is_the_formulas_rounded_once(name, dtype, arithmetic, block, monkeypatch):
+    """Whatever the blocks in which a large weight is widened."""
+    monkeypatch.setattr(ours, "_BLOCK", block)
     operation, formula, shapes = OPERATIONS[name]
     given = [x.requires_grad_() for x in operands(shapes, dtype)]
     alone = operation(*given, inner=INNER[arithmetic])
@@ -69,38 +72,6 @@ def test_the_gradient_is_the_formulas_rounded_once(name, dtype, arithmetic):
     for x, w in zip(given, wide, strict=True):
         assert x.grad.dtype == dtype
         assert torch.allclose(x.grad.double(), w.grad, rtol=0.51 * spacing, atol=1e-5 * w.grad.abs().max().item())
-
-
-@pytest.mark.parametrize("dtype", HALF)
-def test_the_order_of_a_sum_does_not_show(dtype):
-    x, w = operands([(96, 640), (512, 640)], dtype)
-    order = torch.randperm(640, generator=torch.Generator().manual_seed(1))
-    for inner, equal in ((torch.float64, True), (torch.float32, False)):
-        at_once = ours.linear(x, w, inner=inner)
-        assert torch.equal(ours.linear(x[:, order], w[:, order], inner=inner), at_once) == equal
-    exact = {"inner": torch.float64}
-    assert torch.equal(torch.cat([ours.linear(row, w, **exact) for row in x.split(7)]), ours.linear(x, w, **exact))
-    scale = w[0]
-    normed = ours.rms_norm(x, scale, 1e-6, **exact)
-    assert torch.equal(ours.rms_norm(x[:, order], scale[order], 1e-6, **exact)[:, order.argsort()], normed)
-
-
-@pytest.mark.parametrize("block", [1, 64 * 64, 2**20])
-def test_a_large_weight_is_widened_in_blocks(block, monkeypatch):
-    monkeypatch.setattr(ours, "_BLOCK", block)
-    given = [x.requires_grad_() for x in operands([(24, 64), (40, 64), (40,)], torch.bfloat16)]
-    result = ours.linear(*given, inner=torch.float64)
-    result.sum().backward()
-    wide = [x.detach().double().requires_grad_() for x in given]
-    expected = torch.nn.functional.linear(*wide)
-    expected.sum().backward()
-    assert torch.equal(result, expected.bfloat16())
-    for x, w in zip(given, wide, strict=True):
-        assert torch.allclose(x.grad.double(), w.grad, rtol=2**-8, atol=1e-5)
-
-
-def test_the_slower_of_two_places_turn_more_slowly():
-    assert torch.allclose(ours.rotary_frequencies(5e5, 16), FREQUENCIES, rtol=1e-15)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

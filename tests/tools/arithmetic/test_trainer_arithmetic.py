@@ -8,7 +8,7 @@ from torch import nn
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.arithmetic_choice import VARIABLE, inner_dtype
-from verl_precision.tools.arithmetic.trainer_model import replace_operations
+from verl_precision.tools.arithmetic.trainer_model import replace_operations, round_operations_once
 from verl_precision.tools.tiny_model import random_model, settings
 
 FAMILIES = ["llama", "qwen2", "qwen3"]
@@ -116,7 +116,10 @@ def test_a_module_of_its_own():
         cached.generate(sequences()[0][None], max_new_tokens=2, use_cache=True)
 
 
-def test_an_unknown_arithmetic(monkeypatch):
+def test_a_gpu_and_an_unknown_arithmetic(monkeypatch):
+    monkeypatch.setattr("verl_precision.tools.arithmetic.trainer_model.get_device_name", lambda: "cuda")
+    with pytest.raises(ConfigurationError, match=r"arithmetic='exact'.*Allowed: trainer\.device=cpu"):
+        round_operations_once(None, nn.Linear(1, 1))
     monkeypatch.setenv(VARIABLE, "exactly")
     with pytest.raises(ConfigurationError, match="arithmetic='exactly'.*Allowed: native, rounded_once, exact"):
         inner_dtype()

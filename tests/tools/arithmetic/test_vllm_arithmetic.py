@@ -3,12 +3,10 @@
 Requests of many lengths at a time, with a prefix cache and sampling; verl's FSDP2 engine scores them packed.
 """
 
-from functools import reduce
 from types import SimpleNamespace
 
 import forked
 import pytest
-import torch
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.arithmetic_choice import VARIABLE
@@ -105,28 +103,22 @@ def test_a_process_that_was_not_asked(monkeypatch):
     assert not op_registry_oot and not AttentionBackendEnum.CPU_ATTN.is_overridden()
 
 
-def vllm_config(setting="quant_config", value=None):
-    """Return what is read of vLLM's config, with one value changed."""
-    model = SimpleNamespace(
-        model_type="qwen3", hidden_act="silu", attention_dropout=0.0,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    )  # fmt: skip
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(hf_text_config=model, dtype=torch.bfloat16, head_dtype=torch.bfloat16),
-        compilation_config=SimpleNamespace(mode=0), parallel_config=SimpleNamespace(world_size=1), quant_config=None,
-        lora_config=None,
-    )  # fmt: skip
-    *parents, last = setting.split(".")
-    setattr(reduce(getattr, parents, config), last, value)
-    return config
+def vllm_config(**changes):
+    """Return what is read of vLLM's config, with some values changed."""
+    model = {"model_type": "qwen3", "hidden_act": "silu", "attention_dropout": 0.0}
+    model |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    read = {"mode": 0, "world_size": 1, "quant_config": None, "lora_config": None, "dtype": 16, "head_dtype": 16}
+    found = SimpleNamespace(**model | read | changes)
+    found.model_config = found.hf_text_config = found.compilation_config = found.parallel_config = found
+    return found
 
 
 @pytest.mark.parametrize(("setting", "value", "words"), [
-    ("model_config.hf_text_config.model_type", "qwen3_moe", "llama, qwen2, qwen3"),
-    ("compilation_config.mode", 3, "enforce_eager=True"),
-    ("parallel_config.world_size", 2, "tensor_model_parallel_size=1"),
+    ("model_type", "qwen3_moe", "llama, qwen2, qwen3"),
+    ("mode", 3, "enforce_eager=True"),
+    ("world_size", 2, "tensor_model_parallel_size=1"),
     ("quant_config", "fp8", "quantization=None"),
-    ("model_config.head_dtype", torch.float32, "the head in the model's dtype"),
+    ("head_dtype", 32, "the head in the model's dtype"),
     ("lora_config", "some", "no adapters"),
 ])  # fmt: skip
 def test_what_vllm_would_compute_otherwise_is_refused(setting, value, words, monkeypatch):
@@ -135,7 +127,7 @@ def test_what_vllm_would_compute_otherwise_is_refused(setting, value, words, mon
     monkeypatch.setenv(VARIABLE, "exact")
     require_supported(vllm_config())
     with pytest.raises(ConfigurationError, match=f"(?s)arithmetic='exact'.*Allowed: .*{words}"):
-        require_supported(vllm_config(setting, value))
+        require_supported(vllm_config(**{setting: value}))
     if words != "llama, qwen2, qwen3":  # that model has operations of its own in any arithmetic
         monkeypatch.setenv(VARIABLE, "rounded_once")
-        require_supported(vllm_config(setting, value))
+        require_supported(vllm_config(**{setting: value}))

@@ -6,14 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from monitored import MINIMAL, trainer_of
-from omegaconf import OmegaConf
-from tensordict import TensorDict
+from monitored import Queue, trainer_of
 from verl.utils import tensordict_utils as tu
 
 from verl_precision.integration.engine import measurement
 from verl_precision.integration.engine.measurement import CANDIDATES, LOTS, REQUEST
-from verl_precision.integration.trainer.run_monitor import RunMonitor
 from verl_precision.integration.trainer.trainers import callbacks_asked_for
 from verl_precision.tools.kept_tokens.kept_file import DECISIONS, index_of, response_at
 from verl_precision.tools.kept_tokens.recorder import TokenRecorder
@@ -27,20 +24,6 @@ BYPASS = {"algorithm": {"rollout_correction": {"bypass_mode": True}}}
 GAPS = [[0.3, 0.0], [0.1, 9.0, 9.0, -0.1], [0.0]]
 MASKS = [[1, 1], [1, 0, 0, 1], [1]]
 ADVANTAGES = [1.0, -1.0, 0.0]
-
-
-class Queue(dict):
-    """verl's transfer queue: name -> one tensor a row."""
-
-    def get(self, keys, partition_id, select_fields):
-        rows = [int(key.split("_")[1]) for key in keys]
-        fields = {name: [self[name][row] for row in rows] for name in select_fields}
-        nested = {name: torch.nested.as_nested_tensor(some, layout=torch.jagged) for name, some in fields.items()}
-        return TensorDict(nested, batch_size=len(rows))
-
-    def put(self, keys, partition_id, fields):
-        self.update({name: list(values) for name, values in fields.items()})
-        return SimpleNamespace(fields=list(self))
 
 
 @pytest.fixture
@@ -90,7 +73,8 @@ def kept_by(made: TokenRecorder, batch, step=1) -> dict:
 
 def in_driver(made: TokenRecorder, batch, step=1) -> dict:
     made._trainer.monitor.measure_in_driver(batch, step)
-    assert made._trainer.monitor.measured()["mismatch/failed_measurements"] == 0
+    made._trainer.monitor.add_metrics(metrics := {})
+    assert metrics["mismatch/failed_measurements"] == 0
     return kept_by(made, batch, step)
 
 
@@ -180,13 +164,14 @@ def test_a_disk_that_is_full_costs_the_tokens_and_not_the_run(queue, tmp_path):
     made.path = tmp_path / "file" / "kept_tokens"
     (tmp_path / "file").touch()
     made._compute_metrics(lambda *args, **more: None, batch, {}, global_steps=1)
-    assert made._trainer.monitor.measured()["mismatch/failed_measurements"] == 1
+    made._trainer.monitor.add_metrics(metrics := {})
+    assert metrics["mismatch/failed_measurements"] == 1
 
 
 def test_without_the_setting_nothing_is_asked_or_written(queue):
-    config, batch = OmegaConf.merge(MINIMAL, BYPASS, {"mismatch": {"keep_tokens": 0}}), batch_of()
-    RunMonitor(SimpleNamespace(config=config)).ask_the_worker(batch, 1, 0)
-    assert callbacks_asked_for(config) == [] and LOTS not in queue and batch.extra_info[REQUEST]["keep"] == 0
+    trainer, batch = trainer_of(BYPASS, {"mismatch": {"keep_tokens": 0}}), batch_of()
+    trainer.monitor.ask_the_worker(batch, 1, 0)
+    assert callbacks_asked_for(trainer.config) == [] and LOTS not in queue and batch.extra_info[REQUEST]["keep"] == 0
     assert CANDIDATES not in measurement.measure(batch.extra_info[REQUEST], {"log_probs": torch.zeros(1)}, {})
 
 

@@ -26,7 +26,7 @@ FIRST = ("plugin-not-loaded", "verl-refuses", "value-out-of-range", "name-unknow
 ABSENT = ("model-missing", "files-missing")  # a path that is not here is why something is unknown: one cause
 # Settings whose rules stand beside the plugin, with the tool that acts on them.
 PROMISED = (
-    *(f"mismatch.alarm.on_alarm:{action}" for action in ("lower_learning_rate", "mask", "rescue")),
+    "mismatch.alarm.on_alarm:rescue",
     "actor_rollout_ref.actor.fsdp_config.learning_rate_ess_base",
     f"{ARITHMETIC_SETTING}:exact",
     "weight_sync.rounding:stochastic",

@@ -38,8 +38,7 @@ Weights = Iterator[tuple[str, Tensor]]
 
 # (device, vendor): verl prefers such a key to its own, which names the device only, and the two cannot clash.
 NVIDIA, CPU = ("cuda", "nvidia"), ("cpu", "cpu")
-LOWER_RATE = "verl_precision_lower_rate"  # key among a batch's data: the alarm wants a lower learning rate
-PROMISED = (ARITHMETIC, "learning_rate_ess_base", "stochastic_rounding_to", LOWER_RATE)
+PROMISED = (ARITHMETIC, "learning_rate_ess_base", "stochastic_rounding_to")
 
 
 class _ByConfig:
@@ -129,12 +128,6 @@ def optional_steps(engine: Any) -> list[Step]:
         return getattr(engine.engine_config, setting, None) if engine.is_actor else None
 
     return features_asked_for("engine", value_of, PROMISED)
-
-
-def lower_rate_in(engine: Any) -> None:
-    """Have an engine, built already, lower the rate of the updates for which the alarm asks."""
-    for step in features_asked_for("engine", {LOWER_RATE: True}.get, PROMISED):
-        step(engine, engine.module)
 
 
 def steps_of(engine: Any) -> list[Step]:

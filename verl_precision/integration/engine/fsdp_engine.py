@@ -69,7 +69,6 @@ class PrecisionFSDPEngine:
     shadow: ShadowModel | None = None
     replay: RouterReplay | None = None
     sends_weights = True  # to a rollout
-    lowers_rate = False  # where the alarm asks for it, from the first update on for which it has asked
     adapter_layers: dict[str, Any]  # of LoRA, without weights: the actor's
 
     def steps(self) -> list[build.Step]:
@@ -111,13 +110,6 @@ class PrecisionFSDPEngine:
         return verls()
 
     # Update: verl's mini-batch, which `measurement.py` measures, then what scaler and parts have to report.
-
-    def train_batch(self, data, loss_function):
-        """Train on a mini-batch as verl does, perhaps at the lower rate that an alarm asks for."""
-        if self.is_actor and not self.lowers_rate and tu.get(data, key=build.LOWER_RATE, default=False):
-            self.lowers_rate = True
-            build.lower_rate_in(self)
-        return super().train_batch(data, loss_function)
 
     def optimizer_step(self):
         """Do verl's step with our scaler; raise LossScaleError when the scale can fall no further."""

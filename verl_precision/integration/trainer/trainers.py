@@ -19,14 +19,14 @@ from verl_precision.integration.ledger import is_lost
 from verl_precision.integration.trainer.checkpoints import RESCUE_FILE
 from verl_precision.integration.trainer.run_monitor import RunMonitor
 from verl_precision.integration.trainer.saving import Saving, checkpoint_settings
-from verl_precision.mismatch.settings import ON_ALARM, REMEDIES, MismatchSettings
+from verl_precision.mismatch.settings import ON_ALARM, MismatchSettings
 from verl_precision.weight_sync.settings import canary_settings
 
 HOOKS = (
     *("fit", "on_init_end", "on_sample_end", "on_step_end", "_compute_advantage", "_update_actor", "_compute_metrics"),
     *("_save_checkpoint", "_load_checkpoint"),
 )
-_PROMISED = ("mismatch.keep_tokens", *(f"{ON_ALARM}:{kind}" for kind in REMEDIES))
+_PROMISED = ("mismatch.keep_tokens", f"{ON_ALARM}:rescue")
 # verl looks every 2 seconds whether all responses are there, which is longer than a tiny model takes to draw them.
 _POLL_SECONDS_ON_CPU = 0.1
 

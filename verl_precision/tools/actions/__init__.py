@@ -1,1 +1,1 @@
-"""What an alarm does beside speaking (`mismatch.alarm.on_alarm`): mask, lower the learning rate, rescue the run."""
+"""What an alarm does beside speaking (`mismatch.alarm.on_alarm=rescue`), and the preset `learning_rate`."""

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.integration.engine.build import LOWER_RATE, EnginePart
+from verl_precision.integration.engine.build import EnginePart
 from verl_precision.losses.metrics import ESS, EffectiveSampleSize, WeightStatistic
 
 
@@ -32,17 +31,13 @@ class ScaledLearningRate:
     response, has the rate 0.
     """
 
-    def __init__(self, base: float | None) -> None:
-        self.base = base  # e₀; None: 1, in the updates for which the alarm asks, and in no other
-        self._found: list[WeightStatistic] | None = None  # in the update under way; None: its rate is not scaled
+    def __init__(self, base: float) -> None:
+        self.base = base  # e₀
+        self._found: list[WeightStatistic] = []  # in the update under way
         self._factors: list[float] = []  # of the updates of the training step so far
 
     def watched(self, data: Any, loss_function: Callable) -> Callable:
         """Return verl's loss function for one update; the weights that it reports are kept."""
-        scales = self.base is not None or tu.get(data, key=LOWER_RATE, default=False)
-        if not scales:
-            self._found = None
-            return loss_function
         self._found = found = list[WeightStatistic]()
 
         def loss_and_weights(*args: Any, **kwargs: Any) -> Any:
@@ -56,9 +51,6 @@ class ScaledLearningRate:
     @contextlib.contextmanager
     def around_step(self, engine: Any) -> Iterator[None]:
         """Have the step of an engine's optimizer inside the block; a loss that reported no weights is refused."""
-        if self._found is None:
-            yield
-            return
         factor, groups = self._factor(engine.get_data_parallel_group()), engine.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         try:
@@ -87,12 +79,11 @@ class ScaledLearningRate:
         sums = torch.stack([each.responses for each in self._found]).sum(dim=0).to(get_device_name())
         dist.all_reduce(sums, group=ranks)
         fraction = EffectiveSampleSize(*sums.cpu()).value()
-        return 0.0 if math.isnan(fraction) else math.sqrt(min(1.0, fraction / (self.base or 1.0)))
+        return 0.0 if math.isnan(fraction) else math.sqrt(min(1.0, fraction / self.base))
 
 
 def scale_learning_rate(engine: Any, module: nn.Module) -> nn.Module:
-    """Scale the rate of each update by the config's e₀, or of those for which the alarm asks: a step of the build."""
-    if not hasattr(engine, "scaled_learning_rate"):  # by the config, before an alarm asks
-        engine.scaled_learning_rate = rate = ScaledLearningRate(engine.engine_config.learning_rate_ess_base)
-        engine.parts.append(EnginePart(rate.watched, rate.around_step, take_metrics=rate.take_metrics))
+    """Scale the rate of each update by the config's e₀: a step of the build."""
+    rate = ScaledLearningRate(engine.engine_config.learning_rate_ess_base)
+    engine.parts.append(EnginePart(rate.watched, rate.around_step, take_metrics=rate.take_metrics))
     return module

@@ -6,10 +6,12 @@ goes on from the parent's newest checkpoint before the trouble, or from the star
 the parent's command finds the file, and goes on with the rescue; without it, or with another `on_alarm`, as it was.
 """
 
+import json
 import logging
 import os
 import re
 import sys
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -60,18 +62,26 @@ def decide_rescue(config: DictConfig, action: Action) -> Rescue:
         write_file(whole[-1] / MARK, f"A rescue goes on from here: {folder.name}-rescue.\n", replace=True)
     name, checkpoint = f"{config.trainer.experiment_name}-rescue", str(whole[-1]) if whole else None
     rescue = Rescue(str(folder), *action, checkpoint, name, f"{folder}-rescue", precision="fp16")
+    content = yaml.safe_dump({"checksum": _checksum(asdict(rescue)), **asdict(rescue)}, sort_keys=False)
     for place in (folder, Path(rescue.folder)):
-        write_file(place / RESCUE_FILE, yaml.safe_dump(asdict(rescue), sort_keys=False), replace=True)
+        write_file(place / RESCUE_FILE, content, replace=True)
     return rescue
 
 
 def _read(folder: Path) -> Rescue | None:
-    return read_state(folder / RESCUE_FILE, _rescue, f"Mend it, or remove {RESCUE_FILE}: the run goes on as it was.")
+    """Return the rescue that a folder's file has; None without one. It names folders: a letter of it is another run."""
+    remedy = f"Mend it, and take its line `checksum` out; or remove {RESCUE_FILE}: the run goes on as it was."
+    return read_state(folder / RESCUE_FILE, _rescue, remedy)
 
 
 def _rescue(content: dict[str, Any]) -> Rescue:
-    content.pop("checksum", None)  # files of before the release have one
+    if content.pop("checksum", None) not in (None, _checksum(content)):
+        raise ValueError("its checksum is not that of its content")
     return Rescue(**content)
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return f"crc32 {zlib.crc32(json.dumps(content).encode()):08x}"
 
 
 def of_run(config: DictConfig) -> Rescue | None:

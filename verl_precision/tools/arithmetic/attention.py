@@ -1,13 +1,12 @@
 """Causal attention that computes inside in another dtype and rounds once, over spans of queries and keys.
 
 A packed sequence is a span of rows; so is a request of a server, whose queries are new and whose keys lie in the pages
-of a cache. Spans with as many queries are computed together. Nothing is computed between sequences.
+of a cache. Nothing is computed between sequences.
 
-Shapes: N queries, M keys, H query heads, K key heads, D head size; B spans together, Q queries and S keys of each.
+Shapes: N queries, M keys, H query heads, K key heads, D head size; Q queries and S keys of a span.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,16 +14,7 @@ from torch import Tensor
 
 from verl_precision.tools.arithmetic.operations import backward_dtype, rounded
 
-_QUERIES = 128  # of one span that are computed at a time
-_KEYS = 2**10  # that are gathered at a time: wide copies of them stay in a cache of the CPU
-
-
-class Spans(NamedTuple):
-    """Spans that are computed together."""
-
-    queries_BQ: Tensor  # rows
-    keys_BS: Tensor  # rows; a shorter span repeats its first one, which its mask hides
-    first_B: Tensor  # position of the first query
+_QUERIES = 128  # of one span that are computed at a time: scores stay small
 
 
 class AttentionSpan(NamedTuple):
@@ -35,32 +25,7 @@ class AttentionSpan(NamedTuple):
     keys: Tensor  # rows of all keys up to the last query's
 
 
-def plan(requests: Iterable[AttentionSpan]) -> list[Spans]:
-    """Return the spans of some requests, each cut so that scores and gathered keys stay small."""
-    pieces: dict[int, list[AttentionSpan]] = defaultdict(list)
-    for query, queries, keys in requests:
-        for start in range(0, queries, _QUERIES):
-            count = min(_QUERIES, queries - start)
-            pieces[count].append(AttentionSpan(query + start, count, keys[: len(keys) - queries + start + count]))
-    planned = []
-    for alike in pieces.values():
-        alike.sort(key=lambda piece: len(piece.keys))
-        while alike:
-            together = max(1, _KEYS // len(alike[-1].keys))
-            planned.append(_together(alike[-together:]))
-            del alike[-together:]
-    return planned
-
-
-def _together(pieces: list[AttentionSpan]) -> Spans:
-    count, longest = pieces[0].queries, max(len(piece.keys) for piece in pieces)
-    starts = torch.tensor([piece.query for piece in pieces], device=pieces[0].keys.device)
-    keys = torch.stack([torch.cat((p.keys, p.keys[:1].expand(longest - len(p.keys)))) for p in pieces])
-    first = torch.tensor([len(piece.keys) - count for piece in pieces], device=starts.device)
-    return Spans(starts[:, None] + torch.arange(count, device=starts.device), keys, first)
-
-
-def packed(positions_BT: Tensor, mask_BT: Tensor | None) -> list[Spans]:
+def packed(positions_BT: Tensor, mask_BT: Tensor | None) -> list[AttentionSpan]:
     """Return the spans of a batch whose rows hold one sequence each, padded, or several, whose positions restart.
 
     Rows of queries and keys are those of the flattened batch. Where the mask is False nothing is computed.
@@ -76,21 +41,29 @@ def packed(positions_BT: Tensor, mask_BT: Tensor | None) -> list[Spans]:
         starts, counts = starts[real], counts[real]
     rows = torch.arange(begins.numel(), device=starts.device)
     spans = zip(starts.tolist(), counts.tolist(), strict=True)
-    return plan(AttentionSpan(start, count, rows[start : start + count]) for start, count in spans)
+    return [AttentionSpan(start, count, rows[start : start + count]) for start, count in spans]
+
+
+def _pieces(spans: list[AttentionSpan]) -> Iterator[tuple[slice, Tensor]]:
+    """Yield rows of queries, and those of the keys up to the last of them."""
+    for query, queries, keys in spans:
+        for start in range(0, queries, _QUERIES):
+            end = min(start + _QUERIES, queries)
+            yield slice(query + start, query + end), keys[: len(keys) - queries + end]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, scale: float, spans: list[Spans], inner: torch.dtype
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, spans: list[AttentionSpan], inner: torch.dtype
     ) -> Tensor:
-        ctx.save_for_backward(q_NHD, k_MKD, v_MKD)
+        ctx.save_for_backward(q, k, v)
         ctx.scale, ctx.spans = scale, spans
-        result = torch.zeros_like(q_NHD)
-        with torch.autocast(q_NHD.device.type, enabled=False):
-            for queries, keys, first in spans:
-                operands = (q_NHD[queries].to(inner), k_MKD[keys].to(inner), v_MKD[keys].to(inner))
-                result[queries] = rounded(_attend(*operands, first, scale), q_NHD.dtype)
+        result = torch.zeros_like(q)
+        with torch.autocast(q.device.type, enabled=False):
+            for queries, keys in _pieces(spans):
+                operands = (q[queries].to(inner), k[keys].to(inner), v[keys].to(inner))
+                result[queries] = rounded(_attend(*operands, scale), q.dtype)
         return result
 
     @staticmethod
@@ -98,19 +71,19 @@ class _Attention(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         wide = backward_dtype(q.dtype)
         to_q, to_k, to_v = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
-        for queries, keys, first in ctx.spans:
+        for queries, keys in _pieces(ctx.spans):
             with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
                 operands = [x.detach().to(wide).requires_grad_() for x in (q[queries], k[keys], v[keys])]
-                result = _attend(operands[0], operands[1], operands[2], first, ctx.scale)
+                result = _attend(operands[0], operands[1], operands[2], ctx.scale)
                 found = torch.autograd.grad(result, operands, gradients[0][queries].to(wide))
             to_q[queries] = found[0]
-            for sums, found_BSKD in ((to_k, found[1]), (to_v, found[2])):
-                sums.index_add_(0, keys.flatten(), found_BSKD.flatten(0, 1))
+            to_k.index_add_(0, keys, found[1])
+            to_v.index_add_(0, keys, found[2])
         return rounded(to_q, q.dtype), rounded(to_k, k.dtype), rounded(to_v, v.dtype), None, None, None
 
 
 def attention(
-    q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, scale: float, spans: list[Spans], *, inner: torch.dtype
+    q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, scale: float, spans: list[AttentionSpan], *, inner: torch.dtype
 ) -> Tensor:
     """Return softmax(scale · q kᵀ) v, each query over the keys of its span up to its own position; 0 outside of spans.
 
@@ -119,11 +92,11 @@ def attention(
     return _Attention.apply(q_NHD, k_MKD, v_MKD, scale, spans, inner)
 
 
-def _attend(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, first_B: Tensor, scale: float) -> Tensor:
-    queries, heads, groups = q_BQHD.shape[1], q_BQHD.shape[2], k_BSKD.shape[2]
-    q = q_BQHD.unflatten(2, (groups, heads // groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, K, H/K·Q, D]
-    scores = (q @ k_BSKD.permute(0, 2, 3, 1) * scale).unflatten(2, (heads // groups, queries))
-    positions = first_B[:, None] + torch.arange(queries, device=first_B.device)
-    hidden_BQS = torch.arange(k_BSKD.shape[1], device=first_B.device) > positions.unsqueeze(-1)
-    p = scores.masked_fill(hidden_BQS[:, None, None], float("-inf")).softmax(-1).flatten(2, 3)
-    return (p @ v_BSKD.transpose(1, 2)).unflatten(2, (heads // groups, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+def _attend(q_QHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float) -> Tensor:
+    """Return the attention of the last Q of S tokens."""
+    queries, tokens, groups = len(q_QHD), len(k_SKD), k_SKD.shape[1]
+    q = q_QHD.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)  # [K, H/K, Q, D]
+    scores = q @ k_SKD.permute(1, 2, 0).unsqueeze(1) * scale
+    hidden_QS = torch.ones(queries, tokens, dtype=torch.bool, device=q.device).triu(tokens - queries + 1)
+    p = scores.masked_fill(hidden_QS, float("-inf")).softmax(-1)
+    return (p @ v_SKD.transpose(0, 1).unsqueeze(1)).permute(2, 0, 1, 3).flatten(1, 2)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_BLOCK = 2**20  # numbers of a weight that are widened at a time, and of a product that wait to be rounded
+_BLOCK = 2**20  # numbers of a weight, and of a product, that are wide at a time
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -50,45 +50,13 @@ class _RoundedOnce(torch.autograd.Function):
         return None, None, *(rounded(gradient, x.dtype) for gradient, x in zip(found, saved, strict=True))
 
 
-class _Linear(torch.autograd.Function):
-    """x Wᵀ + b, a block of rows of W at a time: wide copies of a large head would not fit."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, inner: torch.dtype) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        rows_NK = x.reshape(-1, x.shape[-1])
-        result = x.new_empty(rows_NK.shape[0], weight.shape[0])
-        with torch.autocast(x.device.type, enabled=False):
-            rows = rows_NK.to(inner)
-            for block in _blocks(rows_NK, weight):
-                added = None if bias is None else bias[block].to(inner)
-                result[:, block] = rounded(F.linear(rows, weight[block].to(inner), added), x.dtype)
-        return result.view(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        wide = backward_dtype(x.dtype)
-        above = gradients[0].reshape(-1, weight.shape[0])
-        rows = x.reshape(-1, x.shape[-1]).to(wide)
-        to_rows, to_weight = torch.zeros_like(rows), torch.zeros_like(weight)
-        with torch.autocast(x.device.type, enabled=False):
-            for block in _blocks(rows, weight):
-                part = above[:, block].to(wide)
-                to_rows.addmm_(part, weight[block].to(wide))
-                to_weight[block] = rounded(part.T @ rows, weight.dtype)
-        to_bias = rounded(above.to(wide).sum(0), x.dtype) if ctx.needs_input_grad[2] else None
-        return rounded(to_rows, x.dtype).view_as(x), to_weight, to_bias, None
-
-
-def _blocks(rows: Tensor, weight: Tensor) -> list[slice]:
-    size = max(1, _BLOCK // max(rows.shape))
-    return [slice(start, start + size) for start in range(0, weight.shape[0], size)]
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, inner: torch.dtype) -> Tensor:
-    """Return x Wᵀ + b."""
-    return _Linear.apply(x, weight, bias, inner)
+    """Return x Wᵀ + b, a block of rows of W at a time: a wide copy of a large head would not fit."""
+    size = max(1, _BLOCK // max(x[..., 0].numel(), x.shape[-1]))
+    wide = x.to(backward_dtype(x.dtype))  # in it the gradients of the blocks are added
+    columns = [weight.split(size)] if bias is None else [weight.split(size), bias.split(size)]
+    blocks = (_RoundedOnce.apply(F.linear, inner, wide, *block) for block in zip(*columns, strict=True))
+    return torch.cat([block.to(x.dtype) for block in blocks], dim=-1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, inner: torch.dtype) -> Tensor:

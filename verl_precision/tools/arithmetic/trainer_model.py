@@ -21,10 +21,8 @@ from verl_precision.engine.arithmetic_choice import (
     arithmetic_in_use,
     inner_dtype,
     refused,
-    require,
     require_family,
 )
-from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.tools.arithmetic import operations
 from verl_precision.tools.arithmetic.attention import attention, packed
 
@@ -34,22 +32,11 @@ ATTENTION = "verl_precision"  # name of the attention in transformers
 def round_operations_once(engine: Any, module: nn.Module) -> nn.Module:
     """Give a model, not sharded yet, operations that are rounded once: a step of an engine's build.
 
-    A GPU's products are rounded once in FP32 already; `exact` is refused there, and where engines round other numbers.
+    A GPU's products are rounded once in FP32 already; `exact` is refused there. Settings: the rule `not-exact`.
     """
     inner, on_cpu = inner_dtype(), get_device_name() == "cpu"
-    if arithmetic_in_use() == EXACT:
-        config, model = engine.engine_config, engine.model_config
-        ours = isinstance(config, PrecisionFSDPConfig)
-        needed = {
-            "trainer.device=cpu: vLLM's operations are replaced there alone": on_cpu,
-            "a preset precision=..., with fp32_log_probs and without fp32_output_head": (
-                ours and config.fp32_log_probs and not config.fp32_output_head
-            ),
-            "model.lora_rank=0: adapters are not computed exactly": not model.lora_rank,
-            "model.use_fused_kernels=False and use_liger=False": not (model.use_fused_kernels or model.use_liger),
-            "ulysses_sequence_parallel_size=1": config.ulysses_sequence_parallel_size == 1,
-        }
-        require(needed, "trainer and rollout would not round the same numbers")
+    if arithmetic_in_use() == EXACT and not on_cpu:
+        raise refused("trainer and rollout would not round the same numbers", "trainer.device=cpu")
     if inner is not None and on_cpu:
         replace_operations(module, inner)
     return module
