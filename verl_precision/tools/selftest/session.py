@@ -1,4 +1,4 @@
-"""The self-test from beginning to end: one process a check, the table, selftest.json."""
+"""The self-test from beginning to end: one process a check, a line each, selftest.json."""
 
 import json
 import os
@@ -16,7 +16,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from verl_precision.base.errors import ConfigurationError, sentence
 from verl_precision.base.files import write_file
@@ -59,16 +58,6 @@ def run_selftest(folder: Path, device: str, names: Sequence[str], console: Conso
         write_file(folder / REPORT, json.dumps(report, indent=2) + "\n", replace=True)
         console.print(outcomes[-1].line, highlight=False, soft_wrap=True)
     return outcomes
-
-
-def show_summary(outcomes: Sequence[Outcome], console: Console) -> None:
-    """Print one line a check: what it shows, and its result."""
-    table = Table("part", "check", "shows", "result", box=None)
-    status = {outcome.name: outcome.status for outcome in outcomes}
-    for check in CHECKS.values():
-        result = status.get(check.name, "not asked for")
-        table.add_row(check.part, check.name, check.shows, f"[{_COLOURS.get(result, 'white')}]{result}[/]")
-    console.print(table)
 
 
 def _outcome(check: Check, device: str, folder: Path) -> Outcome:

@@ -21,12 +21,12 @@ def selftest(
     """Test whether this machine is fit for FP16 RL: updates with overflows, weight syncs, short runs, planted faults.
 
     Part A tests the engine, part B the whole stack with verl, vLLM and Ray. One GPU is enough; on a CPU the checks that
-    need one are not run, and the table says why. Writes selftest.json and the log of each check. The exit code is 1 if
+    need one are not run, and a line says why. Writes selftest.json and the log of each check. The exit code is 1 if
     a check failed.
     """
     import torch
 
-    from verl_precision.tools.selftest.session import run_selftest, show_summary
+    from verl_precision.tools.selftest.session import run_selftest
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cuda", "cpu"):
@@ -34,6 +34,5 @@ def selftest(
     folder = output or Path("outputs") / "selftest" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     with after_ctrl_c(f"every process has ended. Results until then: {folder}"):
         outcomes = run_selftest(folder, device, only or [], console)
-    show_summary(outcomes, console)
     say(f"Results: {folder}")
     raise Exit(1 if any(outcome.status == "failed" for outcome in outcomes) else 0)
