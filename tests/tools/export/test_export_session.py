@@ -65,7 +65,9 @@ class _Calls:
     *(("fsdp_config.json", text, "fsdp_config.json'?: it cannot be read") for text in (
         b"", b"[]", b'{"world_size": "two"}', b"\xff\xfe", b"[" * 99_999,
     )),
-    *(("fsdp_config.json", b'{"world_size": %d}' % size, f"model_world_size_{size}_rank_0.pt is missing") for size in (0, 10**12)),
+    *(("fsdp_config.json", b'{"world_size": %d}' % size, f"model_world_size_{size}_rank_0.pt is missing") for size in (
+        0, 10**12,
+    )),
     *((SHARD, content, f"{SHARD} is not whole, or holds something else") for content in (
         b"", b"PK\3\4" + b"\0" * 900, pickle.dumps({"a": _Calls()}), pickle.dumps({"a": 1}),
     )),
@@ -88,7 +90,7 @@ def test_what_fp16_cannot_hold_is_exported_in_bf16(checkpoint, tmp_path):
 
 
 def test_a_failure_while_writing_leaves_nothing(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "save_file", Mock(side_effect=OSError("no space left on device")))
+    monkeypatch.setattr(session.shutil, "copytree", Mock(side_effect=OSError("no space left on device")))
     with pytest.raises(OSError, match="no space"):
         export_checkpoint(checkpoint(), "fp16", tmp_path / "out" / "model")
     assert not list((tmp_path / "out").iterdir())

@@ -1,4 +1,4 @@
-"""One export: each weight is rounded and written, in a folder that appears whole or not at all."""
+"""One export: each weight is rounded once, and transformers writes the folder, which appears whole or not at all."""
 
 import json
 import shutil
@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from jinja2 import Template
-from safetensors.torch import save_file
 from torch import Tensor
-from transformers.core_model_loading import revert_weight_conversion
 
 from verl_precision.base.dtypes import DTYPES, long, torch_dtype
 from verl_precision.base.errors import ConfigurationError
@@ -23,11 +20,9 @@ from verl_precision.integration.engine.weight_export import write_export_dtype
 from verl_precision.integration.trainer.run_identity import run_in
 from verl_precision.integration.trainer.run_monitor import STEP_METRICS
 from verl_precision.mismatch import metric_names as names
-from verl_precision.tools.checking.checkpoint import INDEX
 from verl_precision.tools.export.shards import SavedModel
 
-# Of one file, which is also what is in memory at a time, beside one tensor in FP32.
-FILE_BYTES = 2 * 10**9
+FILE_BYTES = 2 * 10**9  # of one file
 # verl has put weights there if it was asked for `hf_model`.
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
@@ -37,27 +32,43 @@ def export_checkpoint(
 ) -> list[str]:
     """Write the actor of a verl checkpoint, `global_step_N` or its `actor`, as a Hugging Face folder.
 
-    Each weight is rounded once, from the dtype that was saved. Returned are the names of the tensors. `track` gets the
-    files to write, and yields them: it may show how far it is.
+    Each weight is rounded once, from the dtype that was saved. Returned are the names of the tensors, which `track`
+    gets, and yields: it may show how far it is.
     """
     if dtype not in DTYPES:
         raise ConfigurationError("there is no such dtype", setting="--dtype", value=dtype, allowed=", ".join(DTYPES))
-    kind = torch_dtype(dtype)
     if output.exists():
         remedy = "Name a folder that does not."
         raise ConfigurationError("it exists; nothing was written", setting="--output", value=output, remedy=remedy)
     saved = SavedModel.find(checkpoint)
-    exported = list(saved.sources)  # what cannot be read is refused before there is a folder
+    exported = list(saved.sources)
+    weights = {name: _rounded(name, saved.tensor(name), torch_dtype(dtype)) for name in track(exported)}
     with new_folder(output) as folder:
+        saved.skeleton().save_pretrained(folder, state_dict=weights, max_shard_size=FILE_BYTES)
+        # What transformers says of a model is what verl saved, but for the dtype of the weights.
         without = shutil.ignore_patterns(*WEIGHT_FILES)
         shutil.copytree(saved.folder / "huggingface", folder, dirs_exist_ok=True, ignore=without)
         write_export_dtype(str(folder), long(dtype))
         if saved.untied:
             _untie(folder / "config.json")
-        _write(saved, kind, folder, track)
+        for file in folder.glob("*.safetensors"):
+            shutil.copymode(folder / "config.json", file)  # safetensors lets nobody else read it
         step = saved.folder.parent if saved.folder.name == "actor" else saved.folder
         (folder / "README.md").write_text(model_card(step, dtype))
     return exported
+
+
+def _rounded(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    rounded = weight.to(dtype if weight.is_floating_point() else weight.dtype, copy=True)  # of its own storage
+    if lost := int((~rounded.isfinite()).sum()):
+        raise ConfigurationError(
+            f"{name} ({lost} of {weight.numel()}): weights that are not finite in it; nothing was written",
+            setting="--dtype",
+            value=str(dtype).removeprefix("torch."),
+            allowed="a dtype that holds every weight",
+            remedy="Export in bf16 or fp32. If one is infinite or NaN already, take an earlier checkpoint.",
+        )
+    return rounded
 
 
 def _untie(path: Path) -> None:
@@ -66,41 +77,6 @@ def _untie(path: Path) -> None:
         if described:
             described["tie_word_embeddings"] = False
     path.write_text(json.dumps(settings, indent=2) + "\n")
-
-
-def _write(saved: SavedModel, kind: torch.dtype, folder: Path, track: Callable[[list], Iterable]) -> None:
-    """Write the weights, a file at a time."""
-    skeleton, planned, source_of = saved.skeleton(), dict[str, Tensor](), dict[str, str]()
-    for name in saved.sources:
-        empty = saved.empty(name)
-        for key, tensor in _as_stored(skeleton, name, empty.to(kind) if empty.is_floating_point() else empty):
-            planned[key], source_of[key] = torch.empty_like(tensor), name  # of its own storage
-    split = split_torch_state_dict_into_shards(planned, max_shard_size=FILE_BYTES)
-    for file, keys in track([*split.filename_to_tensors.items()]):
-        tensors: dict[str, Tensor] = {}
-        for name in dict.fromkeys(source_of[key] for key in keys):
-            whole = saved.tensor(name)
-            rounded = whole.to(kind) if whole.is_floating_point() else whole
-            if lost := int((~rounded.isfinite()).sum()):
-                raise ConfigurationError(
-                    f"{name} ({lost} of {whole.numel()}): weights that are not finite in it; nothing was written",
-                    setting="--dtype",
-                    value=str(kind).removeprefix("torch."),
-                    allowed="a dtype that holds every weight",
-                    remedy="Export in bf16 or fp32. If one is infinite or NaN already, take an earlier checkpoint.",
-                )
-            stored = _as_stored(skeleton, name, rounded)
-            tensors |= {key: part.clone(memory_format=torch.contiguous_format) for key, part in stored if key in keys}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        shutil.copymode(folder / "config.json", folder / file)  # safetensors lets nobody else read it
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _as_stored(skeleton: Any, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """Return a tensor as checkpoints have it: the experts of a layer, one tensor in memory, are several there."""
-    return list(revert_weight_conversion(skeleton, {name: tensor}).items())
 
 
 def model_card(checkpoint: Path, dtype: str) -> str:

@@ -124,11 +124,6 @@ class SavedModel:
         found = self._all_sources
         return found if self.untied else {name: found[name] for name in found if self._tied.get(name) not in found}
 
-    def empty(self, name: str) -> Tensor:
-        """Return a tensor of the model without its values, in the dtype that was saved."""
-        saved = self._ranks[0][self.sources[name].name]
-        return torch.empty(saved.shape, dtype=saved.dtype, device="meta")
-
     def tensor(self, name: str) -> Tensor:
         """Return a tensor of the model (a key of `sources`), whole, in the dtype that was saved, or merged in FP32."""
         return self.sources[name].value(self._whole)

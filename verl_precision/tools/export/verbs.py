@@ -30,5 +30,5 @@ def export(
     with silence_third_party():
         from verl_precision.tools.export.session import export_checkpoint
 
-        tensors = export_checkpoint(path, dtype, output, partial(track, description="writing", console=errors))
+        tensors = export_checkpoint(path, dtype, output, partial(track, description="rounding", console=errors))
     say(f"wrote {output}: {len(tensors)} tensors in {dtype}")
