@@ -12,17 +12,14 @@ from verl_precision.cli.verb import console, say, verb
 
 @verb()
 def selftest(
-    only: Annotated[
-        list[str] | None, Option(help="Name of a check, or A or B for a part. Repeat the option for several.")
-    ] = None,
+    only: Annotated[list[str] | None, Option(help="Name of a check. Repeat the option for several.")] = None,
     device: Annotated[str | None, Option(help="cuda or cpu. Default: the GPU, if torch sees one.")] = None,
     output: Annotated[Path | None, Option(help="Folder of the results.")] = None,
 ) -> None:
-    """Test whether this machine is fit for FP16 RL: updates with overflows, weight syncs, short runs, planted faults.
+    """Test whether this machine is fit for FP16 RL: short runs of verl, vLLM and Ray, overflows, planted faults.
 
-    Part A tests the engine, part B the whole stack with verl, vLLM and Ray. One GPU is enough; on a CPU the checks that
-    need one are not run, and a line says why. Writes selftest.json and the log of each check. The exit code is 1 if
-    a check failed.
+    One GPU is enough; on a CPU the checks that need one are not run, and a line says why. Writes selftest.json and the
+    log of each check. The exit code is 1 if a check failed.
     """
     import torch
 
