@@ -28,6 +28,7 @@ _SPELLINGS = tuple((re.compile(pattern, re.IGNORECASE if pattern[0] == "^" else 
     (r"(?:\\text *\{)? *all real(?:s| numbers) *\}?", r"\\mathbb{R}"),
     (r"\\text *\{ *\}", ""),
     (r"(?<=\d) *(?:\\text *\{)? *([apAP])\.? ?[mM]\b\.? *\}?", lambda m: rf"\text{{{m[1].lower()}m}}"),
+    (r"^0(?=\d:)", ""),
     (r",? *(?:\\text *\{ *(or|and) *\}|\b(or|and)\b)", lambda m: f" {m[1] or m[2]} "),
     (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
     (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
