@@ -90,11 +90,26 @@ def _tokenizer(packed: Path) -> Any:
     transformers' own reading of it (5.10) takes the beginning of a turn for its end, so that vLLM would never stop,
     splits white space before digits in another way than the original, and has no token for padding.
     """
-    from tokenizers import pre_tokenizers
-    from transformers import AutoTokenizer
+    from gguf import GGUFReader
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
 
-    end = {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
-    tokenizer = AutoTokenizer.from_pretrained(packed.parent, gguf_file=packed.name, **end)
-    digits, bytes_of = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, bytes_of])
-    return tokenizer
+    fields = {name: field.contents() for name, field in GGUFReader(packed).fields.items()}
+    tokens, kinds, merges = (fields[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type", "merges"))
+    # No unknown token, as in the original: a byte that the vocabulary lacks is left out.
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    fast = Tokenizer(models.BPE(vocab=vocabulary, merges=[tuple(pair.split(" ")) for pair in merges]))
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_of])
+    fast.decoder = decoders.ByteLevel()
+    fast.post_processor = processors.ByteLevel(trim_offsets=False)
+    control = 3  # GGUF's kind of <|im_start|>, <|im_end|> and their like
+    fast.add_special_tokens([token for token, kind in zip(tokens, kinds, strict=True) if kind == control])
+    names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=fast,
+        chat_template=fields["tokenizer.chat_template"],
+        model_max_length=fields["llama.context_length"],
+        clean_up_tokenization_spaces=False,
+        **{role: tokens[fields[f"tokenizer.ggml.{name}_token_id"]] for role, name in names.items()},
+    )
