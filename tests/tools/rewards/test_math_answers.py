@@ -6,7 +6,6 @@ second. Those in `judged.txt` and `reported.txt` are by hand.
 """
 
 import asyncio
-import importlib
 import os
 import resource
 import signal
@@ -75,16 +74,6 @@ def test_as_published_gives_the_authors_verdict_where_mathematics_gives_the_othe
         scores = [score.compute_score("math", response, truth, as_published=which) for which in (True, False)]
         found = [one if isinstance(one, float) else one["acc"] for one in scores]
         assert found == [published, 1 - published]
-
-
-@pytest.mark.parametrize(("answer", "truth"), [
-    (r"\$32,348", "32349"), (r"32{,}348", "32,384"), (r"-\$5", "5"), (r"\$5\sqrt{2}", r"\sqrt{51}"), (r"\$0.50", "50"),
-    ("3e5", "30000"), (r"12.5\%", "1.25"), (r"3\frac12", r"\frac52"), ("15 apples", "16"), (r"2.5\text{ hours}", "25"),
-    (r"\text{No solution}", "one solution"), (r"\text{February 2, 2018}", r"\text{February 3, 2018}"),
-])  # fmt: skip
-def test_near_misses_are_wrong_by_every_rule(answer, truth):
-    assert boxed_answer.compute_score("math", f"\\boxed{{{answer}}}", truth)["acc"] == 0.0
-    assert boxed_answer.compute_score("math", f"\\boxed{{{truth}}}", answer)["acc"] == 0.0
 
 
 @pytest.mark.parametrize(("right", "response"), [
@@ -216,11 +205,6 @@ def test_hostile_answers_are_wrong_within_the_bound_and_the_next_one_is_judged(t
         assert not (tmp_path / "made").exists()
     finally:
         judge.end()
-
-
-def test_the_former_name_of_the_rewards_is_the_same_code():
-    former = importlib.import_module("verl_precision.integration.rewards.boxed_answer")
-    assert former.__file__ == boxed_answer.__file__ and former.compute_score("", r"\boxed{0.5}", "1/2")["acc"] == 1
 
 
 def test_math_verify_must_be_there(monkeypatch):

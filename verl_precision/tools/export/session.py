@@ -1,18 +1,15 @@
-"""One export: each weight is looked at, rounded and written, in a folder that appears whole or not at all."""
+"""One export: each weight is rounded once, and transformers writes the folder, which appears whole or not at all."""
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from jinja2 import Template
-from safetensors.torch import save_file
 from torch import Tensor
-from transformers.core_model_loading import revert_weight_conversion
 
 from verl_precision.base.dtypes import DTYPES, long, torch_dtype
 from verl_precision.base.errors import ConfigurationError
@@ -23,50 +20,55 @@ from verl_precision.integration.engine.weight_export import write_export_dtype
 from verl_precision.integration.trainer.run_identity import run_in
 from verl_precision.integration.trainer.run_monitor import STEP_METRICS
 from verl_precision.mismatch import metric_names as names
-from verl_precision.tools.checking.checkpoint import (
-    INDEX,
-    SLICE_ELEMENTS,
-    STORED,
-    CheckpointReport,
-    TensorReport,
-    audit_tensor,
-    worst_first,
-)
 from verl_precision.tools.export.shards import SavedModel
 
-# Of one file, which is also what is in memory at a time, beside one tensor in FP32.
-FILE_BYTES = 2 * 10**9
-_SAVED_AS = {f"torch.{name}": stored for stored, name in STORED.items()}
+FILE_BYTES = 2 * 10**9  # of one file
 # verl has put weights there if it was asked for `hf_model`.
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
-OnProgress = Callable[[str, int, int], None]  # what is being done, tensors done, tensors in all
 
-
-def export_checkpoint(checkpoint: Path, dtype: str, output: Path, on_progress: OnProgress) -> CheckpointReport:
+def export_checkpoint(
+    checkpoint: Path, dtype: str, output: Path, track: Callable[[list], Iterable] = iter
+) -> list[str]:
     """Write the actor of a verl checkpoint, `global_step_N` or its `actor`, as a Hugging Face folder.
 
-    Each weight is rounded once, from the dtype that was saved. Returned is what a cast to FP16 does to each tensor.
+    Each weight is rounded once, from the dtype that was saved. Returned are the names of the tensors, which `track`
+    gets, and yields: it may show how far it is.
     """
     if dtype not in DTYPES:
         raise ConfigurationError("there is no such dtype", setting="--dtype", value=dtype, allowed=", ".join(DTYPES))
-    kind = torch_dtype(dtype)
     if output.exists():
         remedy = "Name a folder that does not."
         raise ConfigurationError("it exists; nothing was written", setting="--output", value=output, remedy=remedy)
     saved = SavedModel.find(checkpoint)
-    total = len(saved.sources)  # what cannot be read is refused before there is a folder
+    exported = list(saved.sources)
+    weights = {name: _rounded(name, saved.tensor(name), torch_dtype(dtype)) for name in track(exported)}
     with new_folder(output) as folder:
+        saved.skeleton().save_pretrained(folder, state_dict=weights, max_shard_size=FILE_BYTES)
+        # What transformers says of a model is what verl saved, but for the dtype of the weights.
         without = shutil.ignore_patterns(*WEIGHT_FILES)
         shutil.copytree(saved.folder / "huggingface", folder, dirs_exist_ok=True, ignore=without)
         write_export_dtype(str(folder), long(dtype))
         if saved.untied:
             _untie(folder / "config.json")
-        tensors, skipped = _write(saved, kind, folder, lambda done: on_progress("writing", done, total))
-        report = CheckpointReport(checkpoint, worst_first(tensors), skipped)
+        for file in folder.glob("*.safetensors"):
+            shutil.copymode(folder / "config.json", file)  # safetensors lets nobody else read it
         step = saved.folder.parent if saved.folder.name == "actor" else saved.folder
-        (folder / "README.md").write_text(model_card(step, dtype, report.verdict))
-    return report
+        (folder / "README.md").write_text(model_card(step, dtype))
+    return exported
+
+
+def _rounded(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    rounded = weight.to(dtype if weight.is_floating_point() else weight.dtype, copy=True)  # of its own storage
+    if lost := int((~rounded.isfinite()).sum()):
+        raise ConfigurationError(
+            f"{name} ({lost} of {weight.numel()}): weights that are not finite in it; nothing was written",
+            setting="--dtype",
+            value=str(dtype).removeprefix("torch."),
+            allowed="a dtype that holds every weight",
+            remedy="Export in bf16 or fp32. If one is infinite or NaN already, take an earlier checkpoint.",
+        )
+    return rounded
 
 
 def _untie(path: Path) -> None:
@@ -77,55 +79,8 @@ def _untie(path: Path) -> None:
     path.write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def _write(
-    saved: SavedModel, kind: torch.dtype, folder: Path, on_tensor: Callable[[int], None]
-) -> tuple[list[TensorReport], list[str]]:
-    """Write the weights, a file at a time; return what a cast to FP16 does to each, and what is no weight."""
-    skeleton, planned, source_of = saved.skeleton(), dict[str, Tensor](), dict[str, str]()
-    for name in saved.sources:
-        empty = saved.empty(name)
-        for key, tensor in _as_stored(skeleton, name, empty.to(kind) if empty.is_floating_point() else empty):
-            planned[key], source_of[key] = torch.empty_like(tensor), name  # of its own storage
-    split = split_torch_state_dict_into_shards(planned, max_shard_size=FILE_BYTES)
-    reports: dict[str, TensorReport] = {}
-    skipped: list[str] = []
-    for file, keys in split.filename_to_tensors.items():
-        tensors: dict[str, Tensor] = {}
-        for name in dict.fromkeys(source_of[key] for key in keys):
-            whole = saved.tensor(name)
-            if str(whole.dtype) in _SAVED_AS:
-                reports[name] = audit_tensor(name, _SAVED_AS[str(whole.dtype)], whole.flatten().split(SLICE_ELEMENTS))
-            else:
-                skipped.append(name)
-            rounded = whole.to(kind) if whole.is_floating_point() else whole
-            if lost := int((~rounded.isfinite()).sum()):
-                raise ConfigurationError(
-                    f"{name} ({lost} of {whole.numel()}): weights that are not finite in it; nothing was written",
-                    setting="--dtype",
-                    value=str(kind).removeprefix("torch."),
-                    allowed="a dtype that holds every weight",
-                    remedy="Export in bf16 or fp32. If one is infinite or NaN already, take an earlier checkpoint.",
-                )
-            stored = _as_stored(skeleton, name, rounded)
-            tensors |= {key: part.clone(memory_format=torch.contiguous_format) for key, part in stored if key in keys}
-            on_tensor(len(reports) + len(skipped))
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        shutil.copymode(folder / "config.json", folder / file)  # safetensors lets nobody else read it
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return list(reports.values()), skipped
-
-
-def _as_stored(skeleton: Any, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """Return a tensor as checkpoints have it: the experts of a layer, one tensor in memory, are several there."""
-    if skeleton is None:
-        return [(name, tensor)]
-    return list(revert_weight_conversion(skeleton, {name: tensor}).items())
-
-
-def model_card(checkpoint: Path, dtype: str, verdict: str) -> str:
-    """Return the card of a `global_step_N` in a dtype; `verdict` says how its weights fit.
+def model_card(checkpoint: Path, dtype: str) -> str:
+    """Return the card of a `global_step_N` in a dtype.
 
     What the folder does not say (a run without this package's trainer) is left out; k3 is then "not recorded".
     """
@@ -146,6 +101,5 @@ def model_card(checkpoint: Path, dtype: str, verdict: str) -> str:
         reward=metrics.get("critic/score/mean"),
         dtype=dtype,
         dtype_name=long(dtype),
-        verdict=verdict,
         versions=", ".join(f"{package} {version}" for package, version in installed_versions().items()),
     )

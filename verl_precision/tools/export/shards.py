@@ -16,13 +16,11 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from transformers.pytorch_utils import Conv1D
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import open_regular
 from verl_precision.integration.engine.weight_export import (
     OF_ADAPTER,
-    PREFIX,
     Source,
     layers_without_weights,
     sources,
@@ -75,8 +73,9 @@ class SavedModel:
         """Return the model without weights, which knows how names in memory, and in files, belong together."""
         config = transformers.AutoConfig.from_pretrained(self.folder / "huggingface")
         kind = getattr(transformers, (config.architectures or [""])[0], None)
-        if kind is None:  # code of its own: names in memory and in files are the same
-            return None
+        if kind is None:
+            problem = f"transformers has no model {config.architectures}: it has code of its own, which is not run"
+            raise _refused(self.folder, problem)
         with torch.device("meta"):
             return kind(config)
 
@@ -94,39 +93,20 @@ class SavedModel:
 
     def _layers(self, names: list[str]) -> dict[str, nn.Module]:
         """Return the layers of the adapter, if there is one, without weights, as PEFT builds them."""
-        found = [match for name in names if (match := OF_ADAPTER.fullmatch(name)) and "lora_" in match[2]]
-        on = {match[1].rstrip(".") for match in found}
-        if not on:
+        if not any((match := OF_ADAPTER.fullmatch(name)) and "lora_" in match[2] for name in names):
             return {}
-        if (model := self.skeleton()) is None:
-            problem = "the adapter is of a model with code of its own, and PEFT needs the model to merge it"
-            raise _refused(self.folder, problem, "Merge it with PEFT's merge_and_unload.")
+        if not (self.folder / "adapter_config.json").is_file():
+            problem = "the checkpoint has a LoRA adapter, and no adapter_config.json says what it is on"
+            raise _refused(self.folder, problem, "Train with this package's engine, which saves that file.")
+        settings: Any = LoraConfig.from_pretrained(str(self.folder))
+        settings.init_lora_weights = settings.inference_mode = False
         with torch.device("meta"):
-            adapted = get_peft_model(model, self._adapter(on, model))
+            adapted = get_peft_model(self.skeleton(), settings)
         shapes = {name: tensor.shape for name, tensor in adapted.state_dict().items()}
         for name in names:
             if OF_ADAPTER.fullmatch(name) and self._ranks[0][name].shape != shapes.get(name):
                 raise _refused(self.folder, f"{name} belongs to an adapter of a kind that cannot be merged")
         return layers_without_weights(adapted)
-
-    def _adapter(self, on: set[str], model: Any) -> LoraConfig:
-        """Return the settings of an adapter on these modules: verl saves rank and alpha, this package's engine all."""
-        if (self.folder / "adapter_config.json").is_file():
-            saved: Any = LoraConfig.from_pretrained(str(self.folder))
-            saved.init_lora_weights = saved.inference_mode = False
-            return saved  # type: ignore[no-any-return]
-        path, known = self.folder / "lora_train_meta.json", {}
-        if path.is_file():
-            with open_regular(path) as file:
-                known = json.load(file)
-        if not known.get("lora_alpha"):
-            raise _refused(self.folder, "the checkpoint has a LoRA adapter, and lora_train_meta.json has no lora_alpha")
-        modules = sorted(map(_plain, on))
-        for name in modules:
-            if not isinstance(model.get_submodule(name), (nn.Linear, nn.Embedding, Conv1D)):  # experts, routers
-                problem = f"the adapter is on {name}, and no adapter_config.json says on which of its tensors"
-                raise _refused(self.folder, problem, "Train with this package's engine, which saves that file.")
-        return LoraConfig(r=known["r"], lora_alpha=known["lora_alpha"], target_modules=modules)
 
     @cached_property
     def untied(self) -> bool:
@@ -136,19 +116,13 @@ class SavedModel:
     @cached_property
     def _tied(self) -> dict[str, str]:
         """The names that the config ties: each with the one that it is to be equal to."""
-        model = self.skeleton()
-        return {} if model is None else dict(model.all_tied_weights_keys)
+        return dict(self.skeleton().all_tied_weights_keys)
 
     @cached_property
     def sources(self) -> dict[str, Source]:
         """What each tensor of the model is made of. Of tied tensors that are equal only one is there."""
         found = self._all_sources
         return found if self.untied else {name: found[name] for name in found if self._tied.get(name) not in found}
-
-    def empty(self, name: str) -> Tensor:
-        """Return a tensor of the model without its values, in the dtype that was saved."""
-        saved = self._ranks[0][self.sources[name].name]
-        return torch.empty(saved.shape, dtype=saved.dtype, device="meta")
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor of the model (a key of `sources`), whole, in the dtype that was saved, or merged in FP32."""
@@ -171,10 +145,6 @@ class SavedModel:
         if whole.shape != first.shape:
             raise _refused(self.folder, f"{source} has shape {tuple(whole.shape)}, not {tuple(first.shape)}")
         return whole
-
-
-def _plain(module: str) -> str:
-    return module.removeprefix(PREFIX).replace(".base_layer", "")
 
 
 def _refused(folder: Path, problem: str, remedy: str = "") -> ConfigurationError:

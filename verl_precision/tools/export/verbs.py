@@ -1,5 +1,6 @@
 """The verb `export`."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -21,20 +22,13 @@ def export(
     LoRA adapters are merged in FP32. A weight that is not finite in the dtype is refused by name, and nothing is left.
     config.json says the dtype of the weights. A folder that exists is refused.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress
+    from rich.progress import track
 
     path = checkpoint.resolve()
     step = path.parent if path.name == "actor" else path
     output = output or Path("outputs") / "export" / f"{step.parent.name}_{step.name}_{dtype}"
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn())
-    with silence_third_party(), Progress(*columns, console=errors) as progress:
+    with silence_third_party():
         from verl_precision.tools.export.session import export_checkpoint
 
-        task = progress.add_task("reading", total=None)
-
-        def show(what: str, done: int, total: int) -> None:
-            progress.update(task, description=what, completed=done, total=total)
-
-        report = export_checkpoint(path, dtype, output, show)
-    verdict = f"; {report.verdict}" if dtype == "fp16" else ""
-    say(f"wrote {output}: {len(report.tensors)} tensors in {dtype}{verdict}")
+        tensors = export_checkpoint(path, dtype, output, partial(track, description="rounding", console=errors))
+    say(f"wrote {output}: {len(tensors)} tensors in {dtype}")

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import sympy
 
-from verl_precision.tools.rewards.answer_forms import NAME, Form, form_of
-from verl_precision.tools.rewards.answer_spelling import spelled
+from verl_precision.tools.rewards.answer_forms import NAME, Form, form_of, spelled
 from verl_precision.tools.rewards.answer_text import amount_of, is_unit, same_unit, words_of
 from verl_precision.tools.rewards.answer_values import same_value, value_of
 

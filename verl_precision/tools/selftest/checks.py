@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-NO_FSDP1 = "FSDP1 cannot wrap CPU parameters"
 # What a check measured, by name with its unit.
 Figures = dict[str, float | int | str]
 Function = Callable[[str, Path], Figures]
@@ -15,7 +14,6 @@ class Check(NamedTuple):
     """One check."""
 
     name: str  # on the command line and in selftest.json
-    part: str  # "A" (engine) or "B" (whole stack)
     shows: str  # what is known when it has passed
     function: Function  # of the device and a folder of its own; it returns what it measured, or raises
     seconds: int = 300  # time limit
@@ -25,11 +23,11 @@ class Check(NamedTuple):
 CHECKS: dict[str, Check] = {}
 
 
-def check(name: str, part: str, shows: str, **limits: Any) -> Callable[[F], F]:
+def check(name: str, shows: str, **limits: Any) -> Callable[[F], F]:
     """Register a function as a check, with fields of `Check`."""
 
     def register(function: F) -> F:
-        CHECKS[name] = Check(name, part, shows, function, **limits)
+        CHECKS[name] = Check(name, shows, function, **limits)
         return function
 
     return register

@@ -1,4 +1,4 @@
-"""The self-test from beginning to end: one process a check, the table, selftest.json."""
+"""The self-test from beginning to end: one process a check, a line each, selftest.json."""
 
 import json
 import os
@@ -16,7 +16,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from verl_precision.base.errors import ConfigurationError, sentence
 from verl_precision.base.files import write_file
@@ -24,7 +23,7 @@ from verl_precision.base.owner import RUN_MARK
 from verl_precision.base.versions import installed_versions
 from verl_precision.tools.runs.failure_report import reason
 from verl_precision.tools.runs.launch import end_processes
-from verl_precision.tools.selftest import engine_checks, stack_checks  # noqa: F401 - they register their checks
+from verl_precision.tools.selftest import stack_checks  # noqa: F401 - it registers its checks
 from verl_precision.tools.selftest.checks import CHECKS, Check, Figures
 
 REPORT = "selftest.json"
@@ -51,7 +50,7 @@ class Outcome:
 
 
 def run_selftest(folder: Path, device: str, names: Sequence[str], console: Console) -> list[Outcome]:
-    """Run the named checks ("A" or "B" for a part; none for all), show each as it ends, and write selftest.json."""
+    """Run the named checks (none: all), show each as it ends, and write selftest.json."""
     chosen, machine, outcomes = _chosen(names), _machine(device), list[Outcome]()
     for check in chosen:
         outcomes.append(_outcome(check, device, folder))
@@ -59,16 +58,6 @@ def run_selftest(folder: Path, device: str, names: Sequence[str], console: Conso
         write_file(folder / REPORT, json.dumps(report, indent=2) + "\n", replace=True)
         console.print(outcomes[-1].line, highlight=False, soft_wrap=True)
     return outcomes
-
-
-def show_summary(outcomes: Sequence[Outcome], console: Console) -> None:
-    """Print one line a check: what it shows, and its result."""
-    table = Table("part", "check", "shows", "result", box=None)
-    status = {outcome.name: outcome.status for outcome in outcomes}
-    for check in CHECKS.values():
-        result = status.get(check.name, "not asked for")
-        table.add_row(check.part, check.name, check.shows, f"[{_COLOURS.get(result, 'white')}]{result}[/]")
-    console.print(table)
 
 
 def _outcome(check: Check, device: str, folder: Path) -> Outcome:
@@ -101,11 +90,10 @@ def _outcome(check: Check, device: str, folder: Path) -> Outcome:
 
 
 def _chosen(names: Sequence[str]) -> list[Check]:
-    known = sorted({*CHECKS, *(check.part for check in CHECKS.values())})
-    if unknown := [name for name in names if name not in known]:
-        problem, allowed = "there is no such check", ", ".join(known)
+    if unknown := [name for name in names if name not in CHECKS]:
+        problem, allowed = "there is no such check", ", ".join(CHECKS)
         raise ConfigurationError(problem, setting="--only", value=unknown[0], allowed=allowed)
-    return [check for check in CHECKS.values() if not names or check.name in names or check.part in names]
+    return [check for check in CHECKS.values() if not names or check.name in names]
 
 
 def _machine(device: str) -> dict[str, Any]:

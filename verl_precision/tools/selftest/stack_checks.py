@@ -1,4 +1,4 @@
-"""Part B: short runs of verl's own `main_ppo` with vLLM and Ray, and faults that must stop a run."""
+"""Short runs of verl's own `main_ppo` with vLLM and Ray, and faults that must stop a run."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from verl_precision.mismatch.metric_names import K3_KL
 from verl_precision.tools.runs.fork_server import workers_forked_on_cpu
 from verl_precision.tools.runs.launch import run_verl
 from verl_precision.tools.runs.read import Rows, read_metrics
-from verl_precision.tools.selftest.checks import NO_FSDP1, Figures, check
+from verl_precision.tools.selftest.checks import Figures, check
 from verl_precision.tools.tiny_model import write_problems
 
 RECIPE = Path(__file__).with_name("stack.yaml")
@@ -17,6 +17,7 @@ _ROUNDED = "actor_rollout_ref.actor.fsdp_config.stochastic_rounding_to=bf16"
 _WORKER = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
 _EXTENSION = f"{_WORKER}=verl_precision.tools.selftest.selftest_faults"
 _LORA = [f"actor_rollout_ref.model.{each}" for each in ("lora_rank=8", "lora_alpha=16", "target_modules=all-linear")]
+_LOSS_SCALE, _TOO_LARGE = "actor_rollout_ref.actor.fsdp_config.loss_scale", 2.0**32
 _ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
 
 
@@ -28,7 +29,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 def _trains(name: str, shows: str, *overrides: str, reports: str = "", sleeps: bool = False, **limits: Any) -> None:
     """Register a check: a run with overrides does two steps and is healthy."""
 
-    @check(name, "B", shows, **limits)
+    @check(name, shows, **limits)
     def trains(device: str, folder: Path) -> Figures:
         rows = _run(device, folder, "trainer.total_training_steps=2", *overrides, sleeps=sleeps)
         _healthy(rows, steps=2)
@@ -39,7 +40,7 @@ def _trains(name: str, shows: str, *overrides: str, reports: str = "", sleeps: b
 def _stops(name: str, shows: str, words: str, override: str) -> None:
     """Register a check: a run with a fault, planted by an override, stops with these words."""
 
-    @check(name, "B", shows)
+    @check(name, shows)
     def stops(device: str, folder: Path) -> Figures:
         try:
             _run(device, folder, "trainer.total_training_steps=1", override)
@@ -57,13 +58,24 @@ _trains("tied_model", "a tied model trains, sleeps, wakes; every layer verified"
 _trains("moe", "a mixture of experts trains in FP16", "tiny_architecture=qwen3_moe", reports=UNVERIFIED)
 _trains("lora_merged", "LoRA, merged for the rollout", *_LORA, f"{_MERGED}=True", reports=VERIFIED)
 _trains("lora_adapter", "LoRA, as an adapter of the rollout", *_LORA, f"{_MERGED}=False")
-_trains("fsdp1", "a run under FSDP1", *(f"{role}.strategy=fsdp" for role in _ROLES), needs_gpu=NO_FSDP1)
+_trains("fsdp1", "a run under FSDP1", *(f"{role}.strategy=fsdp" for role in _ROLES),
+        needs_gpu="FSDP1 cannot wrap CPU parameters")  # fmt: skip
 _stops("flipped_bit", "one flipped bit in a weight sync stops the run", "other values", f"{_EXTENSION}.FlippedBit")
 _stops("lost_tensor", "a tensor lost in a weight sync stops the run", "never received", f"{_EXTENSION}.LostTensor")
 _stops("bf16_sender", "weights rounded to BF16 on the way stop the run", "too coarse for a rollout in", _ROUNDED)
 
 
-@check("precision_gap", "B", "BF16 has at least 10 times the mismatch of FP16", seconds=600)
+@check("overflow", "an overflow skips the update and halves the loss scale")
+def overflow(device: str, folder: Path) -> Figures:
+    """Train two steps from a loss scale at which every gradient overflows FP16."""
+    rows = _run(device, folder, "trainer.total_training_steps=2", f"{_LOSS_SCALE}.initial={_TOO_LARGE}")
+    found = [(row["precision/skipped_steps"], row["precision/loss_scale"]) for row in rows]
+    expected = [(1, _TOO_LARGE / 2), (1, _TOO_LARGE / 4)]
+    require(found == expected, f"skipped updates and loss scales are {found}, and {expected} were expected")
+    return {"last_scale": found[-1][1]}
+
+
+@check("precision_gap", "BF16 has at least 10 times the mismatch of FP16", seconds=600)
 def precision_gap(device: str, folder: Path) -> Figures:
     """Train three steps in FP16 and in BF16; compare the mismatch."""
     gaps = {}

@@ -12,21 +12,18 @@ from verl_precision.cli.verb import console, say, verb
 
 @verb()
 def selftest(
-    only: Annotated[
-        list[str] | None, Option(help="Name of a check, or A or B for a part. Repeat the option for several.")
-    ] = None,
+    only: Annotated[list[str] | None, Option(help="Name of a check. Repeat the option for several.")] = None,
     device: Annotated[str | None, Option(help="cuda or cpu. Default: the GPU, if torch sees one.")] = None,
     output: Annotated[Path | None, Option(help="Folder of the results.")] = None,
 ) -> None:
-    """Test whether this machine is fit for FP16 RL: updates with overflows, weight syncs, short runs, planted faults.
+    """Test whether this machine is fit for FP16 RL: short runs of verl, vLLM and Ray, overflows, planted faults.
 
-    Part A tests the engine, part B the whole stack with verl, vLLM and Ray. One GPU is enough; on a CPU the checks that
-    need one are not run, and the table says why. Writes selftest.json and the log of each check. The exit code is 1 if
-    a check failed.
+    One GPU is enough; on a CPU the checks that need one are not run, and a line says why. Writes selftest.json and the
+    log of each check. The exit code is 1 if a check failed.
     """
     import torch
 
-    from verl_precision.tools.selftest.session import run_selftest, show_summary
+    from verl_precision.tools.selftest.session import run_selftest
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cuda", "cpu"):
@@ -34,6 +31,5 @@ def selftest(
     folder = output or Path("outputs") / "selftest" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     with after_ctrl_c(f"every process has ended. Results until then: {folder}"):
         outcomes = run_selftest(folder, device, only or [], console)
-    show_summary(outcomes, console)
     say(f"Results: {folder}")
     raise Exit(1 if any(outcome.status == "failed" for outcome in outcomes) else 0)
