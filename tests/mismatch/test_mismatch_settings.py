@@ -21,7 +21,7 @@ def test_block_with_alarm():
     ({"histograms": 1}, "mismatch.histograms=1.*Allowed: a valid boolean"),
     ({"ratio_threshold": 0.5}, "mismatch.ratio_threshold=0.5"),
     ({"alarm": {"on_alarms": "stop"}}, "mismatch.alarm.on_alarms='stop': there is no such setting"),
-    ({"alarm": {"on_alarm": "shout"}}, "alarm.on_alarm='shout': this cannot work. Allowed: 'log', 'stop',"),
+    ({"alarm": {"on_alarm": "shout"}}, "alarm.on_alarm='shout': this cannot work. Allowed: 'log', 'stop' or 'rescue'"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(block, message):
     with pytest.raises(ConfigurationError, match=message):

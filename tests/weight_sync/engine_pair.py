@@ -84,6 +84,7 @@ class EnginePair:
             settings |= {"load_format": "dummy", "enforce_eager": True, "distributed_executor_backend": "uni"}
             # A cache of 64 blocks: megabytes instead of the 1 GB.
             settings |= {"max_model_len": 128, "gpu_memory_utilization": 0.1, "num_gpu_blocks_override": 64}
+            settings |= {"mamba_ssm_cache_dtype": "float32"}  # of gated delta nets, which a CPU has with such a state
             settings |= {"worker_extension_cls": EXTENSION, "logprobs_mode": "processed_logprobs"}  # verl's mode
             self.engines = [LLM(**settings, seed=rank) for rank in range(replicas)]  # another dummy model a replica
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
