@@ -207,6 +207,11 @@ def test_hostile_answers_are_wrong_within_the_bound_and_the_next_one_is_judged(t
         judge.end()
 
 
+def test_the_former_name_of_the_rewards_is_the_same_code():
+    former = importlib.import_module("verl_precision.integration.rewards.boxed_answer")
+    assert former.__file__ == boxed_answer.__file__ and former.compute_score("", r"\boxed{0.5}", "1/2")["acc"] == 1
+
+
 def test_math_verify_must_be_there(monkeypatch):
     monkeypatch.setattr(math_answers, "find_spec", lambda name: None)
     with pytest.raises(math_answers.EnvironmentMismatchError, match="math-verify.*pip install"):

@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
-from verl.workers.engine.base import EngineRegistry
 
 from verl_precision.base.dtypes import long, short, torch_dtype
 from verl_precision.base.extensions import features_asked_for
@@ -60,6 +59,8 @@ def by_config(base: type, name: str, config_type: type, ours: type, *verls: type
 
 def register_engine(engine: type, model_type: str, backend: str, key: tuple[str, str]) -> None:
     """Register an engine with verl under a (device, vendor) key, once; refuse a key that another package owns."""
+    from verl.workers.engine.base import EngineRegistry  # whose import ends with our own registration
+
     owner = EngineRegistry._engines.get(model_type, {}).get(backend, {}).get(key)
     if owner is not None and owner.__module__ != engine.__module__:
         raise already_registered(f"verl engine {model_type}/{backend} for (device, vendor) {key}", owner)
