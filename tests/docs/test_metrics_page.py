@@ -17,7 +17,8 @@ from verl_precision.weight_sync.report import SyncReport
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "metrics.md").read_text()
-ROWS = re.findall(r"^\| `(?:mismatch|phantom|weight_sync|precision/bf16)[/_].*", TEXT.partition("\n## All metrics\n")[2], re.M)
+TABLES = TEXT.partition("\n## All metrics\n")[2]
+ROWS = re.findall(r"^\| `(?:mismatch|phantom|weight_sync|precision/bf16)[/_].*", TABLES, re.M)
 ONE = torch.zeros(1, 1, dtype=torch.int64)  # the only expert of one token
 
 
