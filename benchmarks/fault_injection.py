@@ -224,7 +224,7 @@ faults are named, and {false} that were not injected. A missed fault makes at mo
 ```
 
 Faults were injected into real engines: in vLLM's model, in the trainer's attention and norms, in weights, routers and
-settings. Then [`verl-precision explain`](explain.md) was asked for the cause. Model, dtypes, seed, faults and their
+settings. Then [`verl-precision explain`](gap.md#why) was asked for the cause. Model, dtypes, seed, faults and their
 sizes are random; the first three cases are healthy, and then each fault is once alone. Each case has 16 prompts of 48
 tokens, on a CPU.
 

@@ -30,7 +30,7 @@ def test_bf16_on_either_side_brings_the_mismatch_of_bf16(analysis):
     """k3 goes with the square of the rounding, and BF16's is eight times FP16's: 64 times, measured 84.
 
     Mixed pairs and BF16/BF16 lie within each other's standard error here: both engines make partly the same errors in
-    BF16 (docs/mismatch.md), so that their order is not asserted, only that no pair is far from the others.
+    BF16 (docs/gap.md), so that their order is not asserted, only that no pair is far from the others.
     """
     k3 = analysis[0]
     with_bf16 = [k3["bf16", "fp16"], k3["fp16", "bf16"], k3["bf16", "bf16"]]

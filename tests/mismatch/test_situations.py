@@ -1,4 +1,4 @@
-"""Known situations: what each metric and alarm must say, by the table of docs/alarm.md.
+"""Known situations: what each metric and alarm must say, by the table of tests/mismatch/situations.md.
 
 Each row is a run of some steps: a config of verl's, verl's own losses, rejection, metrics and their aggregators, the
 measuring trainer's own saving and judging in verl's order, and log-probs made up with a known gap. Only the store of
@@ -48,9 +48,9 @@ REJECTED = (f"{CORRECTION}.rollout_rs=token_k2", f"{CORRECTION}.rollout_rs_thres
 CORRECTED = ("old_log_probs", "rollout_log_probs", "response_mask")
 # Beyond PPO's clip range on one token in nine, as BF16 does on models with rough weights; and FP16's.
 BF16, FP16 = 0.15, 1.8e-4
-PAGE = (Path(__file__).parents[2] / "docs" / "alarm.md").read_text().partition("## Known situations")[2]
+PAGE = Path(__file__).with_name("situations.md").read_text()
 # A run in words, conditions on the metrics of its last step, and all alarms that are raised.
-ROWS = [line.strip("| ").split(" | ") for line in PAGE.partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]
+ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")][1:]
 
 
 @dataclass(frozen=True)

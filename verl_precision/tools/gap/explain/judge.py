@@ -1,6 +1,6 @@
 """How a gap is shared among the steps of a path, and which steps are faults rather than the cost of a dtype.
 
-In a mixture of experts the effect of other choices is a cause of its own (docs/explain.md has the formula). H(R) are
+In a mixture of experts the effect of other choices is a cause of its own (`routing` in docs/gap.md). H(R) are
 the log-probs that the trainer's engine gives in FP32 when it computes with choices R. A step that changes the choices
 from R to R' has H(R') - H(R) of them, which the step `routing` gets; only a step that is a fault keeps its own.
 """
