@@ -34,7 +34,7 @@ from verl_precision.weight_sync.manifest import send_with_manifest
 from verl_precision.weight_sync.report import ReportBox, SyncReport
 
 VLLM = installed_vllm()
-CANNOT = f"verl 0.9.1 cannot load a LoRA adapter into vLLM {VLLM} (adapter-not-loadable in docs/precision.md)"
+CANNOT = f"verl 0.9.1 cannot load a LoRA adapter into vLLM {VLLM} (adapter-not-loadable in docs/failure_modes.md)"
 needs_adapters = pytest.mark.skipif(VLLM is not None and not loads_adapters(VLLM), reason=CANNOT)
 EXTENSION = "verl_precision.integration.rollout.weight_sync_worker.VerifiedWeightSyncExtension"
 

@@ -69,7 +69,7 @@ def truncated_sampling(config: DictConfig, environment: Environment) -> Iterator
         if _is_set(config.actor_rollout_ref.rollout, key):
             setting = f"{ROLLOUT}.{key}"
             problem = f"the rollout renormalises over the tokens it kept, the trainer over all tokens: {effect}"
-            remedy = f"Set {setting}={allowed}, or +sampling_masks=replay (docs/sampling_masks.md)."
+            remedy = f"Set {setting}={allowed}, or +sampling_masks=replay (docs/options.md)."
             yield Fault(setting, problem, f"{allowed}, or sampling masks", remedy, severity=severity)
 
 

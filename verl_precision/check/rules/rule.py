@@ -26,7 +26,7 @@ class Fault:
     _: KW_ONLY
     value: object = None  # its value; left out: the one in the config
     severity: Severity | Literal[""] = ""  # left out: the rule's
-    name: str = ""  # stable name, for machines and for searching docs/precision.md; left out: the rule's
+    name: str = ""  # stable name, for machines and for searching docs/failure_modes.md; left out: the rule's
 
     @property
     def rank(self) -> int:

@@ -7,8 +7,8 @@ In a recipe:
       custom: {stop: ["</answer>"], min_p: 0.05, sampling_masks: True}
 
 A stop string stays at the end of the response, so that the policy learns to write it. Training and validation stop
-alike. Sampling masks are the tokens that top-k, top-p and min-p kept (docs/sampling_masks.md). With `seeded: True` each
-response is drawn with a seed of its own (docs/repeatable.md). With `mark_truncated: True` rewards find in `extra_info`
+alike. Sampling masks are the tokens that top-k, top-p and min-p kept (docs/options.md). With `seeded: True` each
+response is drawn with a seed of its own (docs/options.md). With `mark_truncated: True` rewards find in `extra_info`
 whether a response was `truncated`: it has all the tokens that it may have, and the last one does not end it.
 """
 

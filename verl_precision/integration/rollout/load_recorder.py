@@ -17,7 +17,9 @@ _EXPERTS_METHOD = "UnquantizedFusedMoEMethod"
 # Its kernels that compute with expert weights as they were loaded: vLLM's choice on H100. The others shuffle them.
 _COMPARABLE_EXPERT_KERNELS = {"TRITON", "BATCHED_TRITON"}
 
-# Parameter elements verified in one sync beside the first, the last and a larger layer; docs/scales.md adds them up.
+# Parameter elements verified in one sync beside the first, the last and a larger layer. The guard needs
+# b * (E + 2^26 + (N if N > 2^26 else 0)) + M bytes: b bytes an element, E elements in this rank's first and last layer,
+# N in the largest layer between them, M in the largest parameter (a byte each). docs/scales.md has examples.
 ELEMENTS_PER_SYNC = 1 << 26
 
 

@@ -2,7 +2,7 @@
 
 verl names prompts at random and orders a batch as responses arrive. Names here are made of the step and of the place in
 it, and batches are sorted by them: the preset `repeatable=bitwise` chooses `SortedReplayBuffer` as the run's sampler.
-The agent loop seeds each request by its prompt's name (`rollout.custom.seeded`). See docs/repeatable.md.
+The agent loop seeds each request by its prompt's name (`rollout.custom.seeded`). See docs/options.md.
 """
 
 from collections import Counter
