@@ -41,8 +41,8 @@ INTRODUCTION = """# Benchmarks: what does this package cost?
 You need this page when you ask how much time or memory a part adds, or when you change a part.
 
 ```bash
-make bench        # at most ten minutes on two cores: runs everything, and writes this page
-make bench-check  # runs it again, and says which ratios got worse by more than a fifth
+make bench        # at most ten minutes on two cores; writes this page
+make bench-check  # which ratios got worse by more than a fifth?
 ```
 
 Ours and what a user would run instead take turns in one process, so that a busy machine slows both. Values are
