@@ -11,6 +11,7 @@ import io
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,8 @@ from verl_precision.tools.show.tables import markdown_table
 
 MODELS = ("tiny:qwen3", "tiny:llama", "tiny:qwen2", "tiny:qwen3_moe", "tiny:qwen3_rough")
 FOUND = "found.json"
+SIZE = re.compile(r"\{.*?\}")
+RECORDED = Path(__file__).with_name("fault_injection.json")  # of the page
 PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp16", "bf16"))  # trainer, rollout
 
 
@@ -212,7 +215,11 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-PAGE = """# Fault injection: fifty cases
+PAGE = """# Fault injection: which faults does `explain` find?
+
+<!-- written by `make fault-injection` from benchmarks/fault_injection.json; do not edit -->
+
+You need this page when you decide how far to trust the verdict of [`verl-precision explain`](gap.md).
 
 ```bash
 make fault-injection  # 25 minutes on two cores; writes this page
@@ -223,16 +230,22 @@ make fault-injection  # 25 minutes on two cores; writes this page
 faults are named, and {false} that were not injected. A missed fault makes at most {missed:.0%} of its gap.
 ```
 
-Faults were injected into real engines: in vLLM's model, in the trainer's attention and norms, in weights, routers and
-settings. Then [`verl-precision explain`](gap.md#why) was asked for the cause. Model, dtypes, seed, faults and their
-sizes are random; the first three cases are healthy, and then each fault is once alone. Each case has 16 prompts of 48
-tokens, on a CPU.
+**How.** Each case has a random model (`tiny:` qwen3, llama, qwen2, qwen3_moe or qwen3_rough), random dtypes and a
+random seed. Up to two faults of random size were injected into real engines on a CPU: into vLLM's model, the trainer's
+attention and norms, weights, routers or settings. Then `explain` was run on 16 prompts of 48 tokens. In {healthy} cases
+nothing was injected, and nothing was named in {quiet} of them.
 
-- **Its share**: the injected step's part of k3. **Undone without it**: how much smaller k3 is without the step, from
-  the column "k3 without". **Measured**: how much smaller k3 is with a right engine in place of the wrong one, on the
-  same tokens; only where one fault is in an engine.
-- Wrong answers are in **bold**. A step that moves log-probs less than 1.7 times as far as the dtype's rounding is not
-  called a fault: two right computations may differ by nearly that.
+**What counts as named.** In general, `explain` calls a step a fault if it moves log-probs more than 1.7 times as far as
+the rounding of the dtype. Two right computations may differ by nearly that. A smaller fault is therefore missed.
+
+## By fault
+Part of k3: the share of the gap that the step makes, from the smallest to the largest case. A part can be small where a
+second fault makes nearly all of the gap.
+
+"""
+WRONG = """
+## Wrong answers
+Part of k3 is that of the missed fault.
 
 """
 
@@ -240,6 +253,7 @@ tokens, on a CPU.
 def page(founds: list[dict[str, Any]]) -> str:
     """Return what was found in Markdown."""
     missed = [one["undone"][cause] for one in founds for cause in set(one["injected"]) - set(one["named"])]
+    healthy = [one for one in founds if not one["injected"]]
     heading = PAGE.format(
         right=sum(sorted(one["named"]) == one["injected"] for one in founds),
         count=len(founds),
@@ -247,30 +261,60 @@ def page(founds: list[dict[str, Any]]) -> str:
         injected=sum(len(one["injected"]) for one in founds),
         false=sum(len(set(one["named"]) - set(one["injected"])) for one in founds),
         missed=max(missed, default=0.0),
+        healthy=len(healthy),
+        quiet=sum(not one["named"] for one in healthy),
     )
-    return heading + _table(founds)
+    return heading + _by_fault(founds) + WRONG + _wrong(founds)
 
 
-def _table(founds: list[dict[str, Any]]) -> str:
-    columns = ["", "model", "trainer, rollout", "injected", "k3", "named", "its share", "undone without it", "measured"]
+def _by_fault(founds: list[dict[str, Any]]) -> str:
+    rows = []
+    for name, fault in FAULTS.items():
+        if not (cases := [one for one in founds if name in one["faults"]]):
+            continue
+        named = sum(fault.cause in one["named"] for one in cases)
+        parts = sorted(one["shares"][fault.cause] for one in cases)
+        sizes = sorted(one["faults"][name] for one in cases)
+        template = SIZE.search(fault.what)
+        amounts = (
+            " to ".join(dict.fromkeys(template.group().format(size) for size in (sizes[0], sizes[-1])))
+            if template
+            else ""
+        )
+        words = SIZE.sub(amounts, fault.what)
+        of_cases = f"{named} of {len(cases)}"
+        part = " to ".join(dict.fromkeys(f"{each + 0.0:.0%}" for each in (parts[0], parts[-1])))
+        rows.append([words, f"`{fault.cause}`", of_cases if named == len(cases) else f"**{of_cases}**", part])
+    return "\n".join(markdown_table(["injected", "cause", "named", "part of k3"], rows)) + "\n"
+
+
+def _wrong(founds: list[dict[str, Any]]) -> str:
     rows = []
     for one in founds:
-        named = _names(one["named"]) or "nothing"
         missed = [cause for cause in one["injected"] if cause not in one["named"]]
         false = [cause for cause in one["named"] if cause not in one["injected"]]
-        for what, causes in (("missed", missed), ("not injected", false)):
-            named += f" ({what}: {_names(causes)})" if causes else ""
-        shares, undone = (
-            ", ".join(f"{one[key][cause]:.0%}" for cause in one["injected"]) for key in ("shares", "undone")
-        )
-        rows.append(
-            [
-                *(str(one["number"]), one["model"].removeprefix("tiny:"), f"{one['train']}, {one['rollout']}"),
-                *(one["words"], f"{one['k3']:.1e}", f"**{named}**" if missed or false else named, shares, undone),
-                "" if one["made"] is None else f"{one['made']:.0%}",
-            ]
-        )
+        if missed or false:
+            words = [f"{what} {_names(causes)}" for what, causes in (("missed", missed), ("false", false)) if causes]
+            part = ", ".join(f"{one['shares'][cause]:.0%}" for cause in missed)
+            dtypes = f"{one['train']}, {one['rollout']}"
+            rows.append(
+                [one["model"].removeprefix("tiny:"), dtypes, one["words"], f"{one['k3']:.1e}", "; ".join(words), part]
+            )
+    columns = ["model", "trainer, rollout", "injected", "k3", "answer", "part of k3"]
     return "\n".join(markdown_table(columns, rows)) + "\n"
+
+
+def recorded(found: dict[str, Any]) -> dict[str, Any]:
+    """Return what `RECORDED` keeps of a case: what the page shows, and its size to as many digits."""
+    kept = {
+        key: found[key]
+        for key in ("number", "model", "train", "rollout", "seed", "faults", "words", "injected", "named")
+    }
+    of_injected = {
+        key: {cause: round(found[key][cause], 2) for cause in found["injected"]} for key in ("shares", "undone")
+    }
+    made = None if found["made"] is None else round(found["made"], 2)
+    return {**kept, "k3": float(f"{found['k3']:.1e}"), **of_injected, "made": made}
 
 
 def _names(causes: list[str]) -> str:
@@ -299,7 +343,9 @@ def main() -> None:
         list(pool.map(compute, (one for one in cases if not (options.folder / f"{one.number:02d}" / FOUND).exists())))
     if options.page is not None:
         found = [json.loads((options.folder / f"{one.number:02d}" / FOUND).read_text()) for one in cases]
-        options.page.write_text(page(found))
+        rows = ",\n".join(json.dumps(recorded(one)) for one in found)
+        RECORDED.write_text(f"[\n{rows}\n]\n")
+        options.page.write_text(page(json.loads(RECORDED.read_text())))
 
 
 if __name__ == "__main__":

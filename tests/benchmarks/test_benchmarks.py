@@ -108,6 +108,17 @@ def test_page_is_made_from_the_recorded_results(runner):
     assert not failed and set(results["records"]) >= set(runner.ON_CPU)
 
 
+def test_page_of_injected_faults_is_made_from_what_was_recorded():
+    module = load("fault_injection")
+    founds = json.loads(module.RECORDED.read_text())
+    assert (ROOT / "docs" / "fault_injection.md").read_text() == module.page(founds), "make fault-injection writes both"
+    drawn = module.draw(len(founds), seed=1)
+    assert [(one["number"], one["words"], one["seed"]) for one in founds] == [
+        (c.number, c.words, c.seed) for c in drawn
+    ]
+    assert founds == [module.recorded(one) for one in founds]
+
+
 def test_every_benchmark_is_run_or_named_as_a_study(runner):
     run = {command.split()[0] for command in (*runner.ON_CPU, *runner.ON_GPU)}
     others = {"measure.py", "run.py", "injected_faults.py"} | COLLECTORS
