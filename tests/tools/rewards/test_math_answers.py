@@ -6,6 +6,7 @@ second. Those in `judged.txt` and `reported.txt` are by hand.
 """
 
 import asyncio
+import importlib
 import os
 import resource
 import signal
