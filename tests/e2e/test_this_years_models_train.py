@@ -3,7 +3,7 @@
 import pytest
 
 PADDED = "actor_rollout_ref.model.use_remove_padding=False"  # packed-delta-nets
-STATE = "+actor_rollout_ref.rollout.engine_kwargs.vllm.mamba_ssm_cache_dtype=float32"  # cpu-delta-nets
+STATE = "+actor_rollout_ref.rollout.engine_kwargs.vllm.mamba_ssm_cache_dtype=float32"
 
 
 @pytest.mark.matrix

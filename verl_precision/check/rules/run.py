@@ -29,6 +29,13 @@ GROUP_ESTIMATORS = (
     *("grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg"),
     *("reinforce_plus_plus_baseline", "optimal_token_baseline", "tir_optimal_token_baseline"),
 )
+# Settings of a model that decide what it computes.
+COMPUTED_BY = (
+    *("head_dim", "hidden_act", "hidden_size", "intermediate_size", "moe_intermediate_size", "norm_topk_prob"),
+    *("num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads"),
+    *("rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings"),
+    "vocab_size",
+)
 MODEL = "actor_rollout_ref.model"
 
 
@@ -51,6 +58,20 @@ def verl_refuses(config: DictConfig, environment: Environment) -> Iterator[Fault
 def misspelt_settings(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Hydra adds any name that stands in a recipe or behind a +."""
     yield from map(fault_of_error, environment.misspelt)
+
+
+@rule("model-overridden")
+def model_overridden(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """`override_config` changes the trainer's model; vLLM loads the one of config.json."""
+    of_vllm = OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides") or {}
+    for key, value in (config.actor_rollout_ref.model.get("override_config") or {}).items():
+        if key not in COMPUTED_BY:
+            continue
+        own = of_vllm[key] if key in of_vllm else environment.model.get(key)
+        if own is not None and own != value:
+            problem = f"the model has {own}; verl tells its trainer only, and the rollout computes another model"
+            remedy = f"Remove it, or tell vLLM too: +{ROLLOUT}.engine_kwargs.vllm.hf_overrides.{key}={value}."
+            yield Fault(f"{MODEL}.override_config.{key}", problem, str(own), remedy)
 
 
 @rule("mismatch-settings")
