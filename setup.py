@@ -92,7 +92,6 @@ setup(
             "arithmetic = verl_precision.tools.arithmetic.trainer_model:round_operations_once",
             "learning_rate_ess_base = verl_precision.tools.actions.learning_rate:scale_learning_rate",
             "stochastic_rounding_to = verl_precision.tools.arithmetic.stochastic_rounding:round_what_is_sent",
-            "verl_precision_lower_rate = verl_precision.tools.actions.learning_rate:scale_learning_rate",
         ],
         "verl_precision.rollout": [
             "arithmetic = verl_precision.tools.arithmetic.vllm_operations:register_operations",

@@ -230,5 +230,5 @@ def _refused(said: str | BaseException, setting: str, value: object, known: Iter
         frames = traceback.extract_tb(said.__traceback__)
         said = str(said).partition("\n    full_key: ")[0] or (frames[-1].line if frames else "") or type(said).__name__
     allowed = ", ".join(known) or "what verl's message asks for"
-    remedy = f"Correct {setting}, or leave it out."
+    remedy = f"Set {setting}." if value is None else f"Correct {setting}, or leave it out."
     return ConfigurationError(f"verl refuses it: {said}", setting=setting, value=value, allowed=allowed, remedy=remedy)

@@ -44,7 +44,6 @@ class Trial:
     masked: float  # masked tokens hold other numbers
     nonfinite: str  # the first way of calling that gave a value or gradient of NaN or inf; else empty
     random: bool  # equal calls differ: it draws at random, or keeps a state
-    changed: tuple[str, ...]  # inputs that it wrote to
 
 
 class UnusableLossError(Exception):
@@ -98,7 +97,7 @@ def try_loss(loss: Loss, batch: LossInputs) -> Trial:
         raise UnusableLossError("its gradient is 0 everywhere")
     *cuts, ranks, padding, masked = (_difference(gradients, expected) for gradients in others)
     by_cut = dict(zip(CUTS, cuts, strict=True))
-    return Trial(by_cut, ranks, padding, masked, nonfinite, random, tuple(sorted(whole.changed)))
+    return Trial(by_cut, ranks, padding, masked, nonfinite, random)
 
 
 def gradients_differ(one: Loss, other: Loss, batch: LossInputs) -> bool:
@@ -115,21 +114,17 @@ class _Way:
         self.batch, self.ranks, mask = batch, ranks, batch.response_mask
         self.counts = Counts(len(mask), int(mask.sum()), ranks)
         self.parts = [partial(_part, rows, wider, mask) for rows in torch.arange(len(mask)).chunk(cut)]
-        self.changed: set[str] = set()
 
     def gradient(self, loss: Loss, seed: int) -> Tensor:
         """Return the gradient of each token's log-prob, summed over parts and averaged over ranks."""
         torch.manual_seed(seed)
         leaf = self.batch.trainer_log_probs.clone().requires_grad_()
         for part in self.parts:
-            given, kept = self.batch._replace(trainer_log_probs=leaf).of_all(part), self.batch.of_all(part)
-            value = loss(given, self.counts)
+            value = loss(self.batch._replace(trainer_log_probs=leaf).of_all(part), self.counts)
             if value.numel() != 1:
                 raise UnusableLossError(f"it returns a tensor of shape {tuple(value.shape)}")
             if not value.requires_grad:
                 raise UnusableLossError("it returns a tensor without a gradient")
-            for name, before in kept.tensors().items():
-                self.changed |= set() if torch.equal(getattr(given, name).detach(), before) else {name}
             # a value that is not finite may have a gradient of 0
             (value.sum() if bool(value.isfinite()) else value.sum() * math.nan).backward()
         return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad / self.ranks

@@ -211,6 +211,6 @@ def act_on(alarms: list[Alarm], settings: AlarmSettings, log: Callable[[str], ob
     if severe and settings.on_alarm == "stop":
         raise MismatchAlarmError(
             "\n".join(map(str, severe)) + "\nmismatch.alarm.on_alarm='stop' ends the run here",
-            allowed="log or stop",
+            allowed="log, stop or rescue",
             remedy="Apply one of the fixes above, or set on_alarm=log to go on regardless.",
         )

@@ -22,10 +22,8 @@ SYMMETRY = 0.01  # log(lower x upper) of a band that is the same both ways round
 
 def weighs_responses(config: DictConfig) -> bool:
     """Whether the loss has importance weights, or is given some: an effective sample is one of them."""
-    ours = POLICY_LOSSES.get(_loss(config) or "vanilla")
-    needs = frozenset() if ours is None else ours.parameters
-    given = "rollout_is_weights" in needs and OmegaConf.select(config, "algorithm.rollout_correction.rollout_is")
-    return bool(given) or "rollout_log_probs" in needs
+    needs, given = _needs(config), _correction(config).get("rollout_is")
+    return "rollout_log_probs" in needs or bool("rollout_is_weights" in needs and given)
 
 
 @rule("normalizer-missing")

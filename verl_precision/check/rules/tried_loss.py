@@ -50,11 +50,8 @@ def loss_unusable(config: DictConfig, environment: Environment) -> Iterator[Faul
     elif trial.masked > DEPENDS:
         problem = "its gradient depends on what masked tokens hold (a tool's answers, padding): it changes by "
         problem += f"{trial.masked:.2g} of its size"
-        allowed, remedy = (
-            "a loss in which response_mask decides which tokens count",
-            "and take no mean without the mask",
-        )
-        yield Fault(LOSS, problem, allowed, f"{AGGREGATE}, {remedy}.")
+        allowed = "a loss in which response_mask decides which tokens count"
+        yield Fault(LOSS, problem, allowed, f"{AGGREGATE}, and take no mean without the mask.")
 
 
 @rule("loss-depends-on-cut", "warning")
