@@ -84,8 +84,11 @@ setup(
         "verl_precision.rules": [
             "mismatch.alarm.on_alarm:rescue = verl_precision.tools.actions.rules",
             "actor_rollout_ref.actor.fsdp_config.learning_rate_ess_base = verl_precision.tools.actions.rules",
-            "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PRECISION_ARITHMETIC:exact = "
-            "verl_precision.tools.arithmetic.rules",
+            *(
+                f"ray_kwargs.ray_init.runtime_env.env_vars.VERL_PRECISION_ARITHMETIC:{name} = "
+                "verl_precision.tools.arithmetic.rules"
+                for name in ("exact", "rounded_once")
+            ),
             "weight_sync.rounding:stochastic = verl_precision.tools.arithmetic.rules",
         ],
         "verl_precision.engine": [

@@ -119,6 +119,8 @@ ENVIRONMENTS = [
     ("not-exact", Environment(model=OWN_CODE), "EXACT", False),
     ("not-exact", Environment(model={"model_type": "qwen3_moe"}), "EXACT", True),
     ("not-exact", Environment(model={"model_type": "qwen3"}), "EXACT", False),
+    ("not-exact", Environment(model={"model_type": "qwen3_moe"}), "+arithmetic=rounded_once", True),
+    ("not-exact", Environment(model={"model_type": "qwen3"}), "+arithmetic=rounded_once", False),
     ("adapter-not-loadable", Environment("0.29.0"), LORA, True),
     ("adapter-not-loadable", Environment("0.31.0"), LORA.replace("_rank", ".rank"), True),
     ("adapter-not-loadable", Environment("0.31.0"), f"{LORA} model.lora.merge=True", False),

@@ -28,7 +28,7 @@ ABSENT = ("model-missing", "files-missing")  # a path that is not here is why so
 PROMISED = (
     "mismatch.alarm.on_alarm:rescue",
     "actor_rollout_ref.actor.fsdp_config.learning_rate_ess_base",
-    f"{ARITHMETIC_SETTING}:exact",
+    *(f"{ARITHMETIC_SETTING}:{arithmetic}" for arithmetic in ("exact", "rounded_once")),
     "weight_sync.rounding:stochastic",
 )
 

@@ -58,12 +58,20 @@ OF_ENGINE: tuple[tuple[str, tuple[object, ...], str], ...] = (
 
 @rule("not-exact")
 def not_exact(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """A run with exact arithmetic is meant to have no gap: nothing may round otherwise in one engine alone."""
-    if (arithmetic := OmegaConf.select(config, ARITHMETIC_SETTING)) != EXACT:
+    """Arithmetic of ours is for some families of models; with `exact`, nothing may round in one engine alone."""
+    arithmetic = OmegaConf.select(config, ARITHMETIC_SETTING)
+    if arithmetic in (None, "native"):
         return
-    asked = f"arithmetic={arithmetic} asks for equal log-probs, but"
-    trained = engines(config)
-    rows = [*NEEDED]
+    if arithmetic == EXACT:
+        yield from _otherwise_in_one_engine(config)
+    for setting, model in ((MODEL, environment.model), ("critic.model", environment.critic)):
+        if error := _refusal(model, bool(OmegaConf.select(config, f"{setting}.trust_remote_code"))):
+            problem = f"arithmetic={arithmetic} rounds each operation once, but {error.problem}"
+            yield Fault(f"{setting}.path", problem, error.allowed, error.remedy)
+
+
+def _otherwise_in_one_engine(config: DictConfig) -> Iterator[Fault]:
+    asked, trained, rows = "arithmetic=exact asks for equal log-probs, but", engines(config), [*NEEDED]
     for engine in trained:
         rows += [(f"{engine.setting}.{setting}", values, otherwise) for setting, values, otherwise in OF_ENGINE]
         rows.append((engine.ulysses[0], (None, 1), "each rank rounds its part of a sequence"))
@@ -72,9 +80,6 @@ def not_exact(config: DictConfig, environment: Environment) -> Iterator[Fault]:
             allowed = ["null" if value is None else str(value) for value in values]
             remedy = f"Set {setting}={allowed[-1]}, or choose arithmetic=native."
             yield Fault(setting, f"{asked} {otherwise}", " or ".join(allowed), remedy)
-    for setting, model in ((MODEL, environment.model), ("critic.model", environment.critic)):
-        if error := _refusal(model, bool(OmegaConf.select(config, f"{setting}.trust_remote_code"))):
-            yield Fault(f"{setting}.path", f"{asked} {error.problem}", error.allowed, error.remedy)
     if (dtype := trained[0].compute) != rollout_dtype(config):
         yield Fault(f"{ROLLOUT}.dtype", f"{asked} the trainer rounds to {dtype}", long(dtype))
 
