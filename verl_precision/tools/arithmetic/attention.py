@@ -1,12 +1,13 @@
 """Causal attention that computes inside in another dtype and rounds once, over spans of queries and keys.
 
 A packed sequence is a span of rows; so is a request of a server, whose queries are new and whose keys lie in the pages
-of a cache. Nothing is computed between sequences.
+of a cache. Spans with as many queries are computed together. Nothing is computed between sequences.
 
-Shapes: N queries, M keys, H query heads, K key heads, D head size; Q queries and S keys of a span.
+Shapes: N queries, M keys, H query heads, K key heads, D head size; B spans together, Q queries and S keys of each.
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,15 @@ from torch import Tensor
 from verl_precision.tools.arithmetic.operations import backward_dtype, rounded
 
 _QUERIES = 128  # of one span that are computed at a time: scores stay small
+_KEYS = 2**10  # that are gathered at a time: wide copies of them stay in a cache of the CPU
+
+
+class SpansTogether(NamedTuple):
+    """Spans of as many queries."""
+
+    queries_BQ: Tensor  # rows
+    keys_BS: Tensor  # rows; a shorter span repeats its first one, which is hidden
+    first_B: Tensor  # position of the first query
 
 
 class AttentionSpan(NamedTuple):
@@ -25,7 +35,32 @@ class AttentionSpan(NamedTuple):
     keys: Tensor  # rows of all keys up to the last query's
 
 
-def packed(positions_BT: Tensor, mask_BT: Tensor | None) -> list[AttentionSpan]:
+def plan(spans: Iterable[AttentionSpan]) -> list[SpansTogether]:
+    """Return what is computed at a time: pieces of long spans, or several short ones."""
+    pieces: dict[int, list[AttentionSpan]] = defaultdict(list)
+    for query, queries, keys in spans:
+        for start in range(0, queries, _QUERIES):
+            count = min(_QUERIES, queries - start)
+            pieces[count].append(AttentionSpan(query + start, count, keys[: len(keys) - queries + start + count]))
+    planned = []
+    for alike in pieces.values():
+        alike.sort(key=lambda piece: len(piece.keys))
+        while alike:
+            together = max(1, _KEYS // len(alike[-1].keys))
+            planned.append(_together(alike[-together:]))
+            del alike[-together:]
+    return planned
+
+
+def _together(pieces: list[AttentionSpan]) -> SpansTogether:
+    longest, count, device = len(pieces[-1].keys), pieces[-1].queries, pieces[-1].keys.device
+    starts = torch.tensor([piece.query for piece in pieces], device=device)
+    keys = torch.stack([torch.cat((p.keys, p.keys[:1].expand(longest - len(p.keys)))) for p in pieces])
+    first = torch.tensor([len(piece.keys) - count for piece in pieces], device=device)
+    return SpansTogether(starts[:, None] + torch.arange(count, device=device), keys, first)
+
+
+def packed(positions_BT: Tensor, mask_BT: Tensor | None) -> list[SpansTogether]:
     """Return the spans of a batch whose rows hold one sequence each, padded, or several, whose positions restart.
 
     Rows of queries and keys are those of the flattened batch. Where the mask is False nothing is computed.
@@ -41,29 +76,21 @@ def packed(positions_BT: Tensor, mask_BT: Tensor | None) -> list[AttentionSpan]:
         starts, counts = starts[real], counts[real]
     rows = torch.arange(begins.numel(), device=starts.device)
     spans = zip(starts.tolist(), counts.tolist(), strict=True)
-    return [AttentionSpan(start, count, rows[start : start + count]) for start, count in spans]
-
-
-def _pieces(spans: list[AttentionSpan]) -> Iterator[tuple[slice, Tensor]]:
-    """Yield rows of queries, and those of the keys up to the last of them."""
-    for query, queries, keys in spans:
-        for start in range(0, queries, _QUERIES):
-            end = min(start + _QUERIES, queries)
-            yield slice(query + start, query + end), keys[: len(keys) - queries + end]
+    return plan(AttentionSpan(start, count, rows[start : start + count]) for start, count in spans)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, spans: list[AttentionSpan], inner: torch.dtype
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, spans: list[SpansTogether], inner: torch.dtype
     ) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.scale, ctx.spans = scale, spans
         result = torch.zeros_like(q)
         with torch.autocast(q.device.type, enabled=False):
-            for queries, keys in _pieces(spans):
+            for queries, keys, first in spans:
                 operands = (q[queries].to(inner), k[keys].to(inner), v[keys].to(inner))
-                result[queries] = rounded(_attend(*operands, scale), q.dtype)
+                result[queries] = rounded(_attend(*operands, first, scale), q.dtype)
         return result
 
     @staticmethod
@@ -71,19 +98,19 @@ class _Attention(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         wide = backward_dtype(q.dtype)
         to_q, to_k, to_v = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
-        for queries, keys in _pieces(ctx.spans):
+        for queries, keys, first in ctx.spans:
             with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
                 operands = [x.detach().to(wide).requires_grad_() for x in (q[queries], k[keys], v[keys])]
-                result = _attend(operands[0], operands[1], operands[2], ctx.scale)
+                result = _attend(operands[0], operands[1], operands[2], first, ctx.scale)
                 found = torch.autograd.grad(result, operands, gradients[0][queries].to(wide))
             to_q[queries] = found[0]
-            to_k.index_add_(0, keys, found[1])
-            to_v.index_add_(0, keys, found[2])
+            to_k.index_add_(0, keys.flatten(), found[1].flatten(0, 1))
+            to_v.index_add_(0, keys.flatten(), found[2].flatten(0, 1))
         return rounded(to_q, q.dtype), rounded(to_k, k.dtype), rounded(to_v, v.dtype), None, None, None
 
 
 def attention(
-    q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, scale: float, spans: list[AttentionSpan], *, inner: torch.dtype
+    q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, scale: float, spans: list[SpansTogether], *, inner: torch.dtype
 ) -> Tensor:
     """Return softmax(scale · q kᵀ) v, each query over the keys of its span up to its own position; 0 outside of spans.
 
@@ -92,11 +119,11 @@ def attention(
     return _Attention.apply(q_NHD, k_MKD, v_MKD, scale, spans, inner)
 
 
-def _attend(q_QHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float) -> Tensor:
-    """Return the attention of the last Q of S tokens."""
-    queries, tokens, groups = len(q_QHD), len(k_SKD), k_SKD.shape[1]
-    q = q_QHD.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)  # [K, H/K, Q, D]
-    scores = q @ k_SKD.permute(1, 2, 0).unsqueeze(1) * scale
-    hidden_QS = torch.ones(queries, tokens, dtype=torch.bool, device=q.device).triu(tokens - queries + 1)
-    p = scores.masked_fill(hidden_QS, float("-inf")).softmax(-1)
-    return (p @ v_SKD.transpose(0, 1).unsqueeze(1)).permute(2, 0, 1, 3).flatten(1, 2)
+def _attend(q_BQHD: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, first_B: Tensor, scale: float) -> Tensor:
+    queries, heads, groups = q_BQHD.shape[1], q_BQHD.shape[2], k_BSKD.shape[2]
+    q = q_BQHD.unflatten(2, (groups, heads // groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, K, H/K·Q, D]
+    scores = (q @ k_BSKD.permute(0, 2, 3, 1) * scale).unflatten(2, (heads // groups, queries))
+    positions = first_B[:, None] + torch.arange(queries, device=first_B.device)
+    hidden_BQS = torch.arange(k_BSKD.shape[1], device=first_B.device) > positions.unsqueeze(-1)
+    p = scores.masked_fill(hidden_BQS[:, None, None], float("-inf")).softmax(-1).flatten(2, 3)
+    return (p @ v_BSKD.transpose(1, 2)).unflatten(2, (heads // groups, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)

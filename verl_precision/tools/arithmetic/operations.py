@@ -50,13 +50,44 @@ class _RoundedOnce(torch.autograd.Function):
         return None, None, *(rounded(gradient, x.dtype) for gradient, x in zip(found, saved, strict=True))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, inner: torch.dtype) -> Tensor:
-    """Return x Wᵀ + b, a block of rows of W at a time: a wide copy of a large head would not fit."""
+class _Linear(torch.autograd.Function):
+    """x Wᵀ + b, a block of rows of W at a time: a wide copy of a large head would not fit."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, inner: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        result = x.new_empty(*x.shape[:-1], len(weight))
+        with torch.autocast(x.device.type, enabled=False):
+            rows = x.to(inner)
+            for block in _blocks(x, weight):
+                added = None if bias is None else bias[block].to(inner)
+                result[..., block] = rounded(F.linear(rows, weight[block].to(inner), added), x.dtype)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        wide = backward_dtype(x.dtype)
+        above, rows = gradients[0].reshape(-1, len(weight)), x.reshape(-1, x.shape[-1]).to(wide)
+        to_x, to_weight = torch.zeros_like(rows), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        with torch.autocast(x.device.type, enabled=False):
+            for block in _blocks(x, weight):
+                part = above[:, block].to(wide)
+                to_x.addmm_(part, weight[block].to(wide))
+                if to_weight is not None:
+                    to_weight[block] = rounded(part.T @ rows, weight.dtype)
+        to_bias = rounded(above.to(wide).sum(0), x.dtype) if ctx.needs_input_grad[2] else None
+        return rounded(to_x, x.dtype).view_as(x), to_weight, to_bias, None
+
+
+def _blocks(x: Tensor, weight: Tensor) -> list[slice]:
     size = max(1, _BLOCK // max(x[..., 0].numel(), x.shape[-1]))
-    wide = x.to(backward_dtype(x.dtype))  # in it the gradients of the blocks are added
-    columns = [weight.split(size)] if bias is None else [weight.split(size), bias.split(size)]
-    blocks = (_RoundedOnce.apply(F.linear, inner, wide, *block) for block in zip(*columns, strict=True))
-    return torch.cat([block.to(x.dtype) for block in blocks], dim=-1)
+    return [slice(start, start + size) for start in range(0, len(weight), size)]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, inner: torch.dtype) -> Tensor:
+    """Return x Wᵀ + b."""
+    return _Linear.apply(x, weight, bias, inner)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, inner: torch.dtype) -> Tensor:

@@ -28,7 +28,7 @@ from verl_precision.engine.arithmetic_choice import arithmetic_in_use, inner_dty
 from verl_precision.engine.log_probs import log_softmax
 from verl_precision.integration.ledger import wrap_once
 from verl_precision.tools.arithmetic import operations
-from verl_precision.tools.arithmetic.attention import AttentionSpan, attention
+from verl_precision.tools.arithmetic.attention import AttentionSpan, SpansTogether, attention, plan
 
 
 def register_operations() -> None:
@@ -102,7 +102,7 @@ class Step(NamedTuple):
     """What the attention of a step reads, the same in all layers."""
 
     tokens: int
-    spans: list[AttentionSpan]
+    spans: list[SpansTogether]
 
 
 class _StepBuilder(CPUAttentionMetadataBuilder):
@@ -114,7 +114,7 @@ class _StepBuilder(CPUAttentionMetadataBuilder):
         rows = (blocks.unsqueeze(-1) * size + torch.arange(size)).flatten(1)
         bounds = pairwise(step.query_start_loc[: step.num_reqs + 1].tolist())
         requests = zip(bounds, rows, step.seq_lens[: step.num_reqs].tolist(), strict=False)
-        spans = [AttentionSpan(start, end - start, keys[:length]) for (start, end), keys, length in requests]
+        spans = plan(AttentionSpan(start, end - start, keys[:length]) for (start, end), keys, length in requests)
         return Step(step.num_actual_tokens, spans)
 
 
