@@ -9,7 +9,7 @@ from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment, TriedLoss
 from verl_precision.losses.invariance import Trial
 
-SOUND = Trial(dict.fromkeys((2, 4, 8), 0.0), 0.0, 0.0, 0.0, "", False, ())
+SOUND = Trial(dict.fromkeys((2, 4, 8), 0.0), 0.0, 0.0, 0.0, "", False)
 MEAN = replace(SOUND, cuts={2: 1.0, 4: 3.0, 8: 7.0})  # each micro-batch has a mean of its own
 OWN = TriedLoss(SOUND, owner="mine.my_loss")
 SEVERAL = "actor.ppo_micro_batch_size_per_gpu=4"
