@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from verl_precision import __version__
 from verl_precision.cli import app
-from verl_precision.cli.verb import console, silence_third_party
+from verl_precision.cli.verb import SECTIONS, console, silence_third_party
 from verl_precision.tools.runs.page import MARK
 
 
@@ -122,6 +122,13 @@ def test_what_a_verb_needs_is_named_before_it_does_anything(type_in, monkeypatch
     needs = {"watch": "jinja2 and starlette", "report": "jinja2"}.get(command.split()[0], "jinja2 and matplotlib")
     assert code == 1 and f"needs {needs}" in output and "pip install" in output
     assert not (tmp_path / "out").exists()
+
+
+def test_help_has_each_verb_once_under_its_section():
+    pages = [CliRunner().invoke(app, [option], env={"COLUMNS": "80"}).output for option in ("-h", "--help")]
+    found = re.findall(r"^(?:(\w.*):|  ([a-z][a-z-]+)  .*)$", pages[0], re.M)
+    assert pages[0] == pages[1] and [section for section, _ in found if section in SECTIONS] == [*SECTIONS]
+    assert sorted(name for _, name in found if name) == sorted(typer.main.get_command(app).commands)
 
 
 @pytest.mark.parametrize("verb", typer.main.get_command(app).commands)

@@ -25,6 +25,8 @@ from verl_precision.base.signals import ended_by_signals
 from verl_precision.base.terminal import paragraph
 
 GROUP = "verl_precision.verbs"  # of entry points
+SECTIONS = ("Before a run", "A run", "Models and data", "Set-up")  # of --help, in this order
+_HELP = {"help_option_names": ["-h", "--help"]}
 
 
 class _Installed(Mapping[str, TyperCommand]):
@@ -61,8 +63,11 @@ class _Verbs(TyperGroup):
 
     def format_commands(self, context: Any, formatter: Any) -> None:
         """Write each verb's first line; its options may take long to import."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, self.commands.verb(name).paragraphs[0]) for name in self.commands])
+        verbs = {name: self.commands.verb(name) for name in self.commands}
+        for section in dict.fromkeys((*SECTIONS, *(each.section for each in verbs.values()))):
+            if lines := [(name, each.paragraphs[0]) for name, each in verbs.items() if each.section == section]:
+                with formatter.section(section):
+                    formatter.write_dl(lines)
 
     def get_help_option(self, *args: Any) -> Any:
         if (option := super().get_help_option(*args)) is not None:
@@ -103,8 +108,15 @@ def _words_of(error: OSError) -> str:
     return f"{words} {_REMEDIES.get(error.errno, '')}".rstrip()
 
 
-_LOOK = {"pretty_exceptions_enable": False, "rich_markup_mode": None}  # rich's help cuts names of options at 80 columns
-app = Typer(name="verl-precision", cls=_Verbs, no_args_is_help=True, add_completion=False, **_LOOK)  # type: ignore[arg-type]
+# rich's help cuts names of options at 80 columns.
+_LOOK = {"pretty_exceptions_enable": False, "rich_markup_mode": None, "add_completion": False}
+app = Typer(
+    name="verl-precision",
+    cls=_Verbs,
+    no_args_is_help=True,
+    context_settings=_HELP,
+    **_LOOK,  # type: ignore[arg-type]
+)
 console = Console(width=None if sys.stdout.isatty() else 120, emoji=False)
 errors = Console(stderr=True, emoji=False)  # host:1234: is none
 FIGURES, ENGINES = ("jinja2", "matplotlib"), ("torch", "transformers", "vllm")  # packages that verbs need
@@ -138,6 +150,7 @@ class Verb:
 
     function: Callable[..., None]  # its docstring is the help, its parameters are the options
     job: str
+    section: str
     needs: Sequence[str]
     settings: dict[str, Any]
 
@@ -178,18 +191,25 @@ class Verb:
         options = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *fields)]
         run.__signature__ = inspect.Signature([context, *options])  # type: ignore[attr-defined]
         run.__annotations__ = {}  # Typer reads the signature
-        alone = Typer(add_completion=False, **_LOOK)  # type: ignore[arg-type]
-        alone.command(name, help="\n\n".join(self.paragraphs), **self.settings)(run)
+        alone = Typer(**_LOOK)  # type: ignore[arg-type]
+        alone.command(
+            name,
+            help="\n\n".join(self.paragraphs),
+            **{**self.settings, "context_settings": _HELP | self.settings.get("context_settings", {})},
+        )(run)
         return get_command(alone)  # type: ignore[return-value]
 
 
-def verb(job: str = "", needs: Sequence[str] = (), **settings: Any) -> Callable[[Callable[..., None]], Verb]:
+def verb(
+    section: str, job: str = "", needs: Sequence[str] = (), **settings: Any
+) -> Callable[[Callable[..., None]], Verb]:
     """Make a function a verb; its entry point in setup.py, group verl_precision.verbs, gives it a name.
 
-    `job` is a class whose fields are options, too, as `module:name`; the function gets those that are given as `given`.
+    `section` is the part of --help that has it. `job` is a class whose fields are options, too, as `module:name`; the
+    function gets those that are given as `given`.
     `needs` are packages that it imports at some time, and that may be missing: said before any work.
     """
-    return lambda function: Verb(function, job, needs, settings)
+    return lambda function: Verb(function, job, section, needs, settings)
 
 
 def run_job(job: Any, session: Callable[[Any, Console], object]) -> None:

@@ -12,7 +12,7 @@ from verl_precision.cli.verb import errors, say, silence_third_party, verb
 from verl_precision.tools.data.catalog import MODEL, NAMES, TASKS, TEMPLATES, require_options
 
 
-@verb()
+@verb("Models and data")
 def data(
     name: Annotated[str, Argument(help=f"Name of the data set, or of the model: {', '.join(NAMES)}.")],
     output: Annotated[
@@ -63,7 +63,7 @@ def data(
     say(said)
 
 
-@verb()
+@verb("Set-up")
 def tiny_model(
     architecture: Annotated[str, Argument(help="Architecture of the model. An unknown name lists all names.")],
     folder: Annotated[Path, Argument(help="Folder to create.")],

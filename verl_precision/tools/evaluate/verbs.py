@@ -5,7 +5,7 @@ from typing import Any
 from verl_precision.cli.verb import ENGINES, run_job, verb
 
 
-@verb("verl_precision.tools.evaluate.settings:Evaluation", needs=(*ENGINES, "pandas"))
+@verb("Models and data", "verl_precision.tools.evaluate.settings:Evaluation", needs=(*ENGINES, "pandas"))
 def evaluate(given: dict[str, Any]) -> None:
     """Measure how often a model solves the problems of one or more data sets, in each dtype and context.
 
@@ -21,7 +21,7 @@ def evaluate(given: dict[str, Any]) -> None:
     run_job(job, session.evaluate)
 
 
-@verb("verl_precision.tools.evaluate.settings:SanitySet", needs=ENGINES)
+@verb("Models and data", "verl_precision.tools.evaluate.settings:SanitySet", needs=ENGINES)
 def sanity_set(given: dict[str, Any]) -> None:
     """Keep the problems a model solves sometimes: the data set of the sanity test (section 4 of the paper).
 

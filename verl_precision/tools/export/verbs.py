@@ -9,7 +9,7 @@ from typer import Argument, Option
 from verl_precision.cli.verb import errors, say, silence_third_party, verb
 
 
-@verb()
+@verb("Models and data")
 def export(
     checkpoint: Annotated[Path, Argument(help="Folder of a checkpoint, checkpoints/.../global_step_N.")],
     dtype: Annotated[str, Option(help="Dtype of the weights: fp16, bf16 or fp32.")] = "fp16",

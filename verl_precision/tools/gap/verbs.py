@@ -8,7 +8,7 @@ from typer import Argument, BadParameter, Option
 from verl_precision.cli.verb import ENGINES, FIGURES, console, run_job, silence_third_party, verb
 
 
-@verb("verl_precision.tools.gap.pairs.settings:MismatchJob", needs=(*FIGURES, *ENGINES, "verl"))
+@verb("Before a run", "verl_precision.tools.gap.pairs.settings:MismatchJob", needs=(*FIGURES, *ENGINES, "verl"))
 def mismatch(given: dict[str, Any]) -> None:
     """Sample in some dtypes, score in others, and show how far the probabilities of the two engines are apart.
 
@@ -23,7 +23,7 @@ def mismatch(given: dict[str, Any]) -> None:
     run_job(job, measure_mismatch)
 
 
-@verb("verl_precision.tools.gap.explain.settings:Explanation")
+@verb("A run", "verl_precision.tools.gap.explain.settings:Explanation")
 def explain(
     given: dict[str, Any],
     overrides: Annotated[

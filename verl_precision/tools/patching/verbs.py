@@ -8,7 +8,7 @@ from typer import Argument, BadParameter, Option
 from verl_precision.cli.verb import say, verb
 
 
-@verb()
+@verb("Set-up")
 def patch(
     tree: Annotated[Path | None, Argument(help="Folder that holds verl/: a checkout or an unpacked release.")] = None,
     list_: Annotated[bool, Option("--list", help="Print every series and its patches.")] = False,

@@ -15,7 +15,7 @@ from verl_precision.cli.verb import FIGURES, console, errors, say, verb
 Names = list[str] | None
 
 
-@verb(needs=(*FIGURES, "verl", "ray"), context_settings={"ignore_unknown_options": True})
+@verb("A run", needs=(*FIGURES, "verl", "ray"), context_settings={"ignore_unknown_options": True})
 def compare(
     config: Annotated[Path, Argument(help="A recipe's YAML, e.g. recipes/quickstart/quickstart.yaml.")],
     overrides: Annotated[Names, Argument(help="Hydra overrides for every run: trainer.total_training_steps=4.")] = None,
@@ -53,7 +53,7 @@ def compare(
             compare_runs(config, runs, chosen, folder, console, bar, parallel)
 
 
-@verb(needs=("jinja2",))
+@verb("A run", needs=("jinja2",))
 def report(
     runs: Annotated[list[Path], Argument(metavar="RUN...", help="Metrics (.jsonl), console log, or a folder.")],
     output: Annotated[Path, Option(help="The page to write.")] = Path("report.html"),
@@ -77,7 +77,7 @@ def report(
     raise Exit(bool(problems))
 
 
-@verb(needs=("jinja2", "starlette", "uvicorn"))
+@verb("A run", needs=("jinja2", "starlette", "uvicorn"))
 def watch(
     runs: Annotated[list[Path], Argument(metavar="FOLDER...", help="Of a run, of several, or of one that will begin.")],
     once: Annotated[bool, Option("--once", help="Print a table of where the runs stand, and end.")] = False,
@@ -119,7 +119,7 @@ def watch(
         say("the page has ended; the runs go on")
 
 
-@verb()
+@verb("Set-up")
 def recipes(folder: Annotated[Path, Argument(help="Folder that gets recipes/; created if need be.")] = Path()) -> None:
     """Write the recipes that the package carries into FOLDER/recipes, to run and to edit: no clone is needed.
 

@@ -10,7 +10,7 @@ from verl_precision.base.errors import after_ctrl_c
 from verl_precision.cli.verb import console, say, verb
 
 
-@verb()
+@verb("Before a run")
 def selftest(
     only: Annotated[list[str] | None, Option(help="Name of a check. Repeat the option for several.")] = None,
     device: Annotated[str | None, Option(help="cuda or cpu. Default: the GPU, if torch sees one.")] = None,
