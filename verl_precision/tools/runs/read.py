@@ -155,7 +155,7 @@ def _rows_of_log(path: Path, file: BinaryIO, notes: list[str]) -> Iterator[dict[
 
 def refused(path: Path, problem: str, remedy: str, allowed: str = READABLE) -> ConfigurationError:
     """Return why a run is refused."""
-    return ConfigurationError(problem, setting="RUN", value=str(path), allowed=allowed, remedy=remedy)
+    return ConfigurationError(problem, setting="FOLDER", value=str(path), allowed=allowed, remedy=remedy)
 
 
 def sources_in(path: Path) -> list[Path]:

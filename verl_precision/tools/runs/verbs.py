@@ -1,5 +1,6 @@
 """The verbs `compare`, `report`, `watch` and `recipes`: make runs, and look at them."""
 
+import importlib.util
 import shlex
 import shutil
 import socket
@@ -138,4 +139,6 @@ def recipes(folder: Annotated[Path, Argument(help="Folder that gets recipes/; cr
             shutil.copy(lock, scratch)
     say(f"wrote {target}")
     start = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
+    if importlib.util.find_spec("verl") is None:
+        say(f"next, on a CPU: {start}pip install --no-deps -r recipes/cpu.lock")
     say(f"next: {start}verl-precision compare recipes/quickstart/quickstart.yaml")

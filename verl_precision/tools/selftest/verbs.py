@@ -12,7 +12,10 @@ from verl_precision.cli.verb import console, say, verb
 
 @verb("Before a run")
 def selftest(
-    only: Annotated[list[str] | None, Option(help="Name of a check. Repeat the option for several.")] = None,
+    only: Annotated[
+        list[str] | None,
+        Option(help="Name of a check, e.g. flipped_bit; a wrong name lists all. Repeat it for several."),
+    ] = None,
     device: Annotated[str | None, Option(help="cuda or cpu. Default: the GPU, if torch sees one.")] = None,
     output: Annotated[Path | None, Option(help="Folder of the results.")] = None,
 ) -> None:
