@@ -1,9 +1,11 @@
 """Responses as a run keeps them, made up."""
 
+from pathlib import Path
+
 import numpy as np
 
 from verl_precision.losses.registry import LossInUse
-from verl_precision.tools.kept_tokens.kept_file import DECISIONS, KeptResponse
+from verl_precision.tools.kept_tokens.kept_file import DECISIONS, KeptResponse, KeptSummary, files_in, summaries_in
 
 GRPO = LossInUse("grpo, bypass mode", "vp_grpo", {"clip_low": 0.2, "clip_high": 0.28})
 
@@ -30,3 +32,8 @@ def response(step: int = 1, tokens: int = 5, text: bool = True, seed: int = 0, *
         "texts": [f" {token}" for token in token_ids.tolist()] if text else None,
     }  # fmt: skip
     return KeptResponse(**{**fields, **changes})
+
+
+def index_of(folder: Path) -> list[KeptSummary]:
+    """The summaries of all responses of a run."""
+    return [summary for file in files_in(folder).values() for summary in summaries_in(file)]

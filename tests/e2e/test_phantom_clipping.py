@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from kept_responses import index_of
 from omegaconf import OmegaConf
 
-from verl_precision.tools.kept_tokens.kept_file import DECISIONS, KeptResponse, index_of, response_at
+from verl_precision.tools.kept_tokens.kept_file import DECISIONS, KeptResponse, response_at
 
 STALL = Path("recipes/phantom_clipping/phantom_clipping.yaml")
 RATIO_ON_ROLLOUT = ("tiny_architecture=qwen3_rough", "estimator=grpo", "trainer.total_training_steps=2")

@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+from kept_responses import index_of
 from typer.testing import CliRunner
 
 from verl_precision.cli import app
-from verl_precision.tools.kept_tokens.kept_file import index_of, response_at
+from verl_precision.tools.kept_tokens.kept_file import response_at
 from verl_precision.tools.runs.read import read_metrics
 
 

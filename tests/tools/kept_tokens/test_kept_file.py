@@ -7,12 +7,12 @@ import os
 import numpy as np
 import pyarrow as pa
 import pytest
-from kept_responses import response
+from kept_responses import index_of, response
 from pyarrow import parquet
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.tools.kept_tokens import kept_file
-from verl_precision.tools.kept_tokens.kept_file import KeptSummary, append, beside, cut_after, index_of, response_at
+from verl_precision.tools.kept_tokens.kept_file import KeptSummary, append, beside, cut_after, response_at
 
 
 @pytest.fixture

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from kept_responses import index_of
 from monitored import Queue, trainer_of
 from verl.utils import tensordict_utils as tu
 
 from verl_precision.integration.engine import measurement
 from verl_precision.integration.engine.measurement import CANDIDATES, LOTS, REQUEST
 from verl_precision.integration.trainer.trainers import callbacks_asked_for
-from verl_precision.tools.kept_tokens.kept_file import DECISIONS, index_of, response_at
+from verl_precision.tools.kept_tokens.kept_file import DECISIONS, response_at
 from verl_precision.tools.kept_tokens.recorder import TokenRecorder
 
 CONFIG = {

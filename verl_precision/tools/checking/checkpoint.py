@@ -15,7 +15,6 @@ from typing import Any
 from verl_precision.base.dtypes import DTYPES
 from verl_precision.base.errors import ConfigurationError
 
-FP16_MAX = 65504.0
 FP16_SMALLEST_NORMAL = 2.0**-14
 SLICE_ELEMENTS = 4 << 20  # Elements looked at in one go: 8 MiB in BF16, and a few temporaries of that size.
 FLUSH_WARNING = 0.01  # More than this share of a tensor's non-zero weights rounded to zero is worth a look.

@@ -105,11 +105,6 @@ def files_in(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def index_of(folder: Path) -> list[KeptSummary]:
-    """Return the summaries of all responses."""
-    return [summary for file in files_in(folder).values() for summary in summaries_in(file)]
-
-
 def summaries_in(file: Path) -> list[KeptSummary]:
     """Return the summaries of a step; refused is a file that is damaged, or none of kept tokens."""
     rows = _read(file, list(_SUMMARY)).to_pylist()
