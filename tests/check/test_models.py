@@ -101,12 +101,8 @@ def test_what_is_no_config_json_is_refused_in_words(name, tmp_path):
 
 def test_a_broken_config_json_of_the_model_itself_is_refused_too(tmp_path):
     (tmp_path / "config.json").write_text("{")
-    config = compose_verl("algorithm.adv_estimator=grpo", f"actor_rollout_ref.model.path={tmp_path}")
     with pytest.raises(ConfigurationError, match="actor_rollout_ref.model.path"):
-        described(config)
-    known = tmp_path / "other.json"
-    known.write_text('{"model_type": "gemma2"}')
-    assert described(config, given=known).content == {"model_type": "gemma2"}
+        described(str(tmp_path), "actor_rollout_ref.model.path")
 
 
 ROLLOUT = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.dtype=float16")

@@ -11,7 +11,7 @@ from composer import ROOT
 from verl_precision.check.preflight import find_problems
 from verl_precision.tools.checking import recipe_config
 from verl_precision.tools.checking.composing import compose_recipe
-from verl_precision.tools.checking.recipe_config import HERE, Meant, check_recipe
+from verl_precision.tools.checking.recipe_config import check_recipe
 from verl_precision.tools.tiny_model import cached_tiny_model
 
 QUICKSTART = "recipes/quickstart/quickstart.yaml"
@@ -20,7 +20,7 @@ GPUS = (
     "trainer.save_freq=-1"
 )
 GEMMA = "model.path=google/gemma-2-9b-it actor.ppo_max_token_len_per_gpu=400000 data.max_response_length=4096"
-H100 = Meant(gpu="H100")
+H100 = {"gpu": "H100"}
 MODEL = "actor_rollout_ref.model.path"
 
 
@@ -37,9 +37,9 @@ def verls_own() -> Path:
     return Path(config.__file__).parent / "ppo_trainer.yaml"
 
 
-def report(words: str, meant: Meant = HERE, recipe: str | None = None):
+def report(words: str, recipe: str | None = None, **meant):
     text = re.sub(r"(?<!\S)(\+*)(actor|rollout|ref|model)\.", r"\1actor_rollout_ref.\2.", words)
-    return check_recipe(Path(recipe) if recipe else verls_own(), text.split(), meant)
+    return check_recipe(Path(recipe) if recipe else verls_own(), text.split(), **meant)
 
 
 def unchecked(found) -> dict[str, str]:
@@ -51,13 +51,13 @@ def errors(found) -> set[str]:
 
 
 def test_a_hub_model_that_is_known_by_name_is_looked_at():
-    found = report(f"{GPUS} {GEMMA}", H100)
+    found = report(f"{GPUS} {GEMMA}", **H100)
     assert errors(found) == {"vllm-refuses-fp16", "memory-training"}
     assert "model-unknown" not in unchecked(found)
 
 
 def test_a_model_that_nobody_knows_is_one_finding_with_what_was_not_looked_at(tmp_path):
-    found = report(f"{GPUS} model.path=some-lab/Own-7B", H100)
+    found = report(f"{GPUS} model.path=some-lab/Own-7B", **H100)
     assert not errors(found)
     (fault,) = [each for each in found.faults if each.setting == MODEL]
     assert fault.name == "model-unknown" and fault.severity == "unchecked" and fault.value == "some-lab/Own-7B"
@@ -71,29 +71,29 @@ def test_a_model_that_nobody_knows_is_one_finding_with_what_was_not_looked_at(tm
         words = f"{GPUS} {GEMMA} rollout.tensor_model_parallel_size=1".replace(
             "google/gemma-2-9b-it", "some-lab/Own-7B"
         )
-        found = report(words, Meant(gpu="H100", model_config=path))
+        found = report(words, gpu="H100", model_config=path)
         assert errors(found) == {"vllm-refuses-fp16", "memory-training"}
         assert "model-unknown" not in unchecked(found)
 
 
 def test_a_path_with_a_known_name_is_taken_for_that_model_and_this_is_said():
-    found = report(f"{GPUS} {GEMMA.replace('google/gemma-2-9b-it', '/data/models/gemma-2-9b-it')}", H100)
+    found = report(f"{GPUS} {GEMMA.replace('google/gemma-2-9b-it', '/data/models/gemma-2-9b-it')}", **H100)
     assert errors(found) == {"vllm-refuses-fp16", "memory-training"}
     assert "that of google/gemma-2-9b-it, by its name" in unchecked(found)["model-by-name"]
 
 
 @pytest.mark.parametrize(("meant", "why"), [
-    (HERE, "trainer.device=cuda, and no such device is here"),
+    ({}, "trainer.device=cuda, and no such device is here"),
     (H100, "--gpu H100"),
 ])  # fmt: skip
 def test_a_path_that_is_not_here_is_no_error_of_a_run_that_is_elsewhere(meant, why):
     words = f"{GPUS} model.path=/data/models/own data.val_files=/data/val.parquet"
-    found = report(f"{words} reward.custom_reward_function.path=/data/reward.py", meant)
+    found = report(f"{words} reward.custom_reward_function.path=/data/reward.py", **meant)
     assert not errors(found) and "model-missing" not in {each.name for each in found.faults}
     said = unchecked(found)
     assert "model-unknown" in said
     assert f"({why})" in said["files-missing"] and "could not be looked at" in said["files-missing"]
-    assert ("gpu-unknown" in said) is (meant.gpu is None)
+    assert ("gpu-unknown" in said) is not bool(meant)
 
 
 def test_it_stays_an_error_of_a_run_that_is_here():
@@ -123,7 +123,7 @@ def test_a_gpu_that_nobody_names_is_said():
     ("model.path=deepseek-ai/DeepSeek-V3", "shape-unknown", "the memory of a GPU"),
 ])  # fmt: skip
 def test_other_looks_that_find_nothing_are_said(words, name, subject):
-    assert subject in unchecked(report(f"{GPUS} {words}", H100))[name]
+    assert subject in unchecked(report(f"{GPUS} {words}", **H100))[name]
 
 
 def test_an_adapter_that_is_not_here_is_said():
@@ -135,7 +135,7 @@ def test_vllm_that_is_not_here_is_said(monkeypatch):
     from verl_precision.check import probe
 
     monkeypatch.setattr(probe, "installed_vllm", lambda: None)
-    found = unchecked(report(f"{GPUS} model.path=Qwen/Qwen3-8B model.lora_rank=8", H100))
+    found = unchecked(report(f"{GPUS} model.path=Qwen/Qwen3-8B model.lora_rank=8", **H100))
     assert "whether it loads adapters" in found["vllm-unknown"]
 
 

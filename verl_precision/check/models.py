@@ -47,14 +47,7 @@ class Described:
     is_named: bool = False  # whether that is the model's own name
 
 
-def described(config: DictConfig, owner: str = "actor_rollout_ref", given: Path | None = None) -> Described:
-    """Return what is known of a config's model; `given` is a `config.json`, or its folder, that stands for its own."""
-    if given is not None:
-        return Described(read_config(given, "--model-config"))
-    return model_named(str(config[owner].model.path), f"{owner}.model.path")
-
-
-def model_named(name: str, setting: str) -> Described:
+def described(name: str, setting: str) -> Described:
     """Return what is known of a model that a setting names by its path or name."""
     folder = os.path.expanduser(name)
     if os.access(os.path.join(folder, "config.json"), os.R_OK):
@@ -66,7 +59,7 @@ def model_named(name: str, setting: str) -> Described:
 
 def model_config(config: DictConfig, owner: str = "actor_rollout_ref") -> Mapping[str, Any]:
     """Return what is known of the content of a model's `config.json`."""
-    return described(config, owner).content
+    return described(str(config[owner].model.path), f"{owner}.model.path").content
 
 
 def is_folder(name: object) -> bool:

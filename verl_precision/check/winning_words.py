@@ -75,15 +75,6 @@ def winning_words(config: DictConfig) -> list[WinningWord]:
     return found
 
 
-def with_presets_winning(config: DictConfig) -> DictConfig:
-    """Return a copy of a config in which no word contradicts a preset."""
-    changed = copy.deepcopy(config)
-    for each in winning_words(config):
-        if each.contradicts:
-            _put(changed, each.setting, each.written)
-    return changed
-
-
 def is_option(setting: str, origin: Origin) -> bool:
     """Return whether a preset merely offers a value for a setting."""
     return (origin.offered and origin.group != "scale") or bool(_OPTIONS.search(setting))
@@ -111,17 +102,20 @@ def is_same(setting: str, one: Any, other: Any) -> bool:
     return off or one == other  # to verl, null means off
 
 
-def let_presets_win(config: DictConfig) -> list[WinningWord]:
-    """With `presets=win`, put what presets say over the command's words; return the words that were replaced.
-
-    The config keeps them, so that Hydra's copy of it in the run's folder has them.
-    """
-    if OmegaConf.select(config, WIN) is not True:
-        return []
-    require_feature(WINNING)
+def put_presets_over_words(config: DictConfig) -> list[WinningWord]:
+    """Put what presets say over words that contradict them; return the words that were replaced."""
     replaced = [each for each in winning_words(config) if each.contradicts]
     for each in replaced:
         _put(config, each.setting, each.written)
+    return replaced
+
+
+def let_presets_win(config: DictConfig) -> list[WinningWord]:
+    """Do that if `presets=win` asks for it. The config, of which Hydra leaves a copy, keeps what was replaced."""
+    if OmegaConf.select(config, WIN) is not True:
+        return []
+    require_feature(WINNING)
+    replaced = put_presets_over_words(config)
     if replaced:
         config.presets.replaced = [
             {"word": each.word, "setting": each.setting, "value": _plain(each.wanted), "preset": each.preset}

