@@ -12,7 +12,7 @@ from verl_precision.check.preflight import PreflightCallback
 from verl_precision.check.rules.presets import without_chosen
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment, Fault
-from verl_precision.check.winning_words import let_presets_win, winning_words
+from verl_precision.check.who_decides import let_presets_win, winning_words
 from verl_precision.cli import app
 from verl_precision.integration.trainer.run_identity import RUN_FILE
 from verl_precision.presets import PRESETS_DIR, preset_groups, preset_names

@@ -2,8 +2,7 @@
 
 preflight      asks the rules in the driver of a run, and ends it at an error
 composition    what Hydra takes without a word and verl cannot use
-winning_words  words of the command that win over presets; presets=win, with which they do not
-who_decides    who says a setting: verl, a recipe, a preset
+who_decides    who says a setting: verl, a recipe, a preset, or a word of the command that wins; presets=win
 keys           keys of a config, of older verls, and of one main alone
 probe          what rules know beyond the config, and what could not be found out; `loss_trial`: the loss, tried
 models         what is known of a model without loading it; those that are served beside the policy

@@ -19,7 +19,7 @@ from verl_precision.check.rules.mains import WITHOUT_PARTS
 from verl_precision.check.rules.presets import OF_PRESETS
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.verl_refusals import mistyped
-from verl_precision.check.winning_words import let_presets_win
+from verl_precision.check.who_decides import let_presets_win
 from verl_precision.integration.trainer.driver import Driver, follow_platform
 
 # Hydra turns an exception of a callback into a warning, and goes on.

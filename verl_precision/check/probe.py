@@ -14,14 +14,7 @@ from verl_precision.base.errors import sentence
 from verl_precision.base.verl_config import ROLLOUT, engines
 from verl_precision.base.versions import installed_version, installed_vllm
 from verl_precision.check.loss_trial import tried_loss
-from verl_precision.check.models import (
-    Described,
-    described,
-    is_folder,
-    model_config,
-    read_config,
-    served_models,
-)
+from verl_precision.check.models import Described, described, is_folder, model_config, read_config, served_models
 from verl_precision.check.rules.features import asked_features
 from verl_precision.check.rules.files import named_files
 from verl_precision.check.rules.gpu_memory import beyond_arithmetic, gpu_bytes, gpu_memory, shape_of

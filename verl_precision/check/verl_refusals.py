@@ -136,7 +136,11 @@ def _kind_instead(setting: str, value: object, hint: object) -> str | None:
     if kinds <= {int, float, bool}:
         whole = float not in kinds and int in kinds and not setting.endswith(".num_warmup_batches")  # verl takes 1.5
         kind = "a whole number" if isinstance(value, float) else "a number or a switch"
-        return None if _is_number(value, whole) else kind
+        try:
+            number = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            return kind
+        return kind if whole and not number.is_integer() else None
     is_block = all(each is dict or dataclasses.is_dataclass(each) for each in kinds)
     return "a block of settings" if is_block and not isinstance(value, dict) else None
 
@@ -150,14 +154,6 @@ def fields_of(target: object) -> dict[str, Any]:
     if not dataclasses.is_dataclass(cls) or hasattr(cls, "__pydantic_fields__"):  # ours look at types themselves
         return {}
     return {field.name: field.type for field in dataclasses.fields(cls)}
-
-
-def _is_number(value: object, whole: bool) -> bool:
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return False
-    return not whole or number.is_integer()
 
 
 def _typed(config: DictConfig) -> Iterator[ConfigurationError]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.check.rules.rule import Environment, Fault, Severity, rule
-from verl_precision.check.winning_words import WIN, put_presets_over_words, shown, winning_words
+from verl_precision.check.who_decides import WIN, put_presets_over_words, shown, winning_words
 from verl_precision.presets import preset_groups
 
 NAME = "preset-overruled"

@@ -10,15 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.verl_config import FSDP, ROLLOUT, engine_kwargs, engines
 from verl_precision.check.models import teaches
 from verl_precision.check.rules.files import ANSWER_REWARDS, REWARD
-from verl_precision.check.rules.rule import (
-    Environment,
-    Fault,
-    Machine,
-    Severity,
-    fault_of_error,
-    faults_raised_by,
-    rule,
-)
+from verl_precision.check.rules.rule import Environment, Fault, Machine, fault_of_error, faults_raised_by, rule
 from verl_precision.integration.trainer.saving import checkpoint_settings
 from verl_precision.mismatch.settings import MismatchSettings
 from verl_precision.weight_sync.settings import canary_settings, sync_settings
@@ -138,11 +130,10 @@ def filter_metric(config: DictConfig, environment: Environment) -> Iterator[Faul
     asked = OmegaConf.select(config, "algorithm.filter_groups.enable") and metric in ("reward", "score")
     if not asked or not (known or graded):
         return
-    severity: Severity = "warning" if known else "unchecked"
     problem = "a reward model, an overlong buffer, or a reward that gives more than right and wrong makes it differ "
     problem += "within a group: groups that are right, or wrong, throughout are not dropped"
-    remedy = f"Set {setting}=acc, or name such a key."
-    yield Fault(setting, problem, "acc, or a key that says right or wrong", remedy, severity=severity)
+    allowed, remedy = "acc, or a key that says right or wrong", f"Set {setting}=acc, or name such a key."
+    yield Fault(setting, problem, allowed, remedy, severity="warning" if known else "unchecked")
 
 
 @rule("heads-do-not-divide")

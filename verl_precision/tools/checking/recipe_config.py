@@ -18,7 +18,7 @@ from verl_precision.check.probe import gpus_here, probe_environment
 from verl_precision.check.rules.gpu_memory import chosen_scale, gpu_memory, require_known_gpu
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import SEVERITIES, Fault, Severity, fault_of_error
-from verl_precision.check.winning_words import REPLACED, WIN, WinningWord, winning_words
+from verl_precision.check.who_decides import REPLACED, WIN, WinningWord, winning_words
 from verl_precision.integration.trainer.run_identity import name_the_run
 from verl_precision.integration.trainer.saving import saves
 from verl_precision.tools.checking.composing import MAIN, compose_recipe, composer

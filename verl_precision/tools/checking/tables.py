@@ -7,8 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import ROLLOUT, engines, rollout_dtype, transport_dtype
 from verl_precision.check.models import served_models
-from verl_precision.check.who_decides import decisions
-from verl_precision.check.winning_words import WinningWord, shown
+from verl_precision.check.who_decides import WinningWord, decisions, shown
 from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
 from verl_precision.losses.settings import NORM_MODE
 
