@@ -9,7 +9,7 @@ from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
-from verl_precision.check.rules.mains import NOT_GIVEN
+from verl_precision.check.rules.features import NOT_GIVEN
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
 from verl_precision.check.verl_refusals import mistyped, refusals

@@ -9,8 +9,7 @@ from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from verl_precision.check.preflight import PreflightCallback
-from verl_precision.check.rules.presets import without_chosen
-from verl_precision.check.rules.registry import find_faults
+from verl_precision.check.rules.registry import find_faults, without_chosen
 from verl_precision.check.rules.rule import Environment, Fault
 from verl_precision.check.who_decides import let_presets_win, winning_words
 from verl_precision.cli import app

@@ -12,8 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_precision.base.errors import ConfigurationError, sentence
 from verl_precision.base.other_engines import fit_to_engine
-from verl_precision.check.composition import unresolved
-from verl_precision.check.keys import keys_of
+from verl_precision.check.keys import keys_of, unresolved
 from verl_precision.check.probe import gpus_here, probe_environment
 from verl_precision.check.rules.gpu_memory import chosen_scale, gpu_memory, require_known_gpu
 from verl_precision.check.rules.registry import find_faults
