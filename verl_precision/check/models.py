@@ -43,8 +43,7 @@ class Described:
     """What is known of a model."""
 
     content: Mapping[str, Any] = field(default_factory=dict)  # of its config.json; empty where nothing is known
-    taken_from: str = ""  # name of the known model that it is taken from; empty for a file's
-    is_named: bool = False  # whether that is the model's own name
+    taken_from: str = ""  # name of the known model that it is guessed from; empty where it is the model's own
 
 
 def described(name: str, setting: str) -> Described:
@@ -127,7 +126,7 @@ def by_name(name: str) -> Described:
     if hub := CACHED.search(name):
         name = "/".join(hub.groups())
     if known := own.get(name.lower()):
-        return Described(known_models()[known], known, is_named=True)
+        return Described(known_models()[known])
     lasts = {known.rpartition("/")[2]: own[known] for known in own}
     last = name.rstrip("/").rpartition("/")[2].lower()
     stems = {_stem(each): known for each, known in reversed(lasts.items())}

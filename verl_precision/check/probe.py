@@ -118,7 +118,7 @@ def _of_models(config: DictConfig, found: Environment, known: Described) -> Iter
     if not known.content:
         cache = f"; `hf download {path} config.json` puts it into the hub's cache" if HUB_NAME.match(path) else ""
         yield _not_looked_at("model-unknown", MODEL, f"its config.json is {absent}", OF_MODEL, f"{GIVE}{cache}.", path)
-    elif known.taken_from and not known.is_named:
+    elif known.taken_from:
         why = f"its config.json is {absent}; its shape is taken to be that of {known.taken_from}, by its name"
         yield _not_looked_at("model-by-name", MODEL, why, CONTEXT, f"{GIVE}.", path)
     if known.content and shape_of(found.model) is None and config.trainer.device != "cpu":

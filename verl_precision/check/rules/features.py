@@ -77,13 +77,10 @@ def advantage_not_computed(config: DictConfig, environment: Environment) -> Iter
 
 @rule("adapter-not-loaded")
 def adapter_not_loaded(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """verl's verl_config.FSDP engine builds an adapter where the rank is above 0, and loads one nowhere else."""
-    setting = "actor_rollout_ref.model.lora_adapter_path"
-    if (
-        OmegaConf.select(config, setting)
-        and verl_config.lora_rank(config) == 0
-        and verl_config.engines(config)[0].strategy in verl_config.FSDP
-    ):
+    """verl's FSDP engine builds an adapter where the rank is above 0, and loads one nowhere else."""
+    setting, actor = "actor_rollout_ref.model.lora_adapter_path", verl_config.engines(config)[0]
+    named = OmegaConf.select(config, setting) is not None
+    if named and verl_config.lora_rank(config) == 0 and actor.strategy in verl_config.FSDP:
         problem = "lora_rank is 0: the adapter is never loaded, and the whole model is trained"
         remedy = "Set actor_rollout_ref.model.lora_rank to the adapter's rank."
         yield Fault(setting, problem, "null, or a lora_rank above 0", remedy)
@@ -103,15 +100,12 @@ def legacy_rewards(config: DictConfig, environment: Environment) -> Iterator[Fau
 def asked_features(config: DictConfig) -> list[str]:
     """Return the features that a config asks for."""
     setting = {name: partial(OmegaConf.select, config, row[0]) for name, row in FEATURES.items() if row[0]}
-    on_cpu, mode, all_engines = (
-        config.trainer.device == "cpu",
-        verl_config.trainer_to_start(config),
-        verl_config.engines(config),
-    )
-    ours = mode if mode in FEATURES else ""
+    on_cpu, all_engines = config.trainer.device == "cpu", verl_config.engines(config)
+    ours = mode if (mode := verl_config.trainer_to_start(config)) in FEATURES else ""
     canary = bool(ours) and setting["canary"](default=1) != 0
     guarded = str(setting["weight_sync"]()).startswith("verl_precision.")
     shadow = setting["shadow"]() or {}
+    is_sorted = OmegaConf.select(config, verl_config.BUFFER) == "SortedReplayBuffer"
     asked = {
         CORE: True,
         "cpu": on_cpu,
@@ -124,8 +118,7 @@ def asked_features(config: DictConfig) -> list[str]:
         "router_replay": on_cpu and setting["router_replay"](),
         "rollout_is=vp_*": setting["rollout_is=vp_*"]() in WEIGHT_KINDS,
         "adv_estimator=rloo": ours and config.algorithm.adv_estimator == "rloo" and _own_loops(config),
-        "repeatable": verl_config.is_repeatable(config)
-        or OmegaConf.select(config, verl_config.BUFFER) == "SortedReplayBuffer",
+        "repeatable": verl_config.is_repeatable(config) or is_sorted,
         "vp_single_turn": setting["vp_single_turn"]() == verl_config.AGENT_LOOP,
         "sampling_masks": replays_masks(config),
         "rewards": str(setting["rewards"]()).endswith((".boxed_answer", ".answer_tag")),
