@@ -2,10 +2,9 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 from omegaconf import DictConfig, OmegaConf
@@ -16,10 +15,10 @@ from verl_precision.base.versions import installed_version, installed_vllm
 from verl_precision.check.loss_trial import tried_loss
 from verl_precision.check.models import Described, described, is_folder, model_config, read_config, served_models
 from verl_precision.check.rules.features import asked_features
-from verl_precision.check.rules.files import named_files
 from verl_precision.check.rules.gpu_memory import beyond_arithmetic, gpu_bytes, gpu_memory, shape_of
 from verl_precision.check.rules.rule import Environment, Fault, Machine
 from verl_precision.check.rules.run import HUB_NAME
+from verl_precision.check.rules.tables import named_files
 from verl_precision.check.verl_refusals import misspelt, refusals
 from verl_precision.integration.ledger import REMEDY, lost_symbols
 
@@ -47,12 +46,13 @@ def probe_environment(
     loaded = "verl_precision.plugin" in sys.modules
     critic = model_config(config, "critic") if any(engine.role == "critic" for engine in engines(config)) else {}
     refused = refusals(config)
+    adapter = Path(str(OmegaConf.select(config, ADAPTER))).expanduser() / "adapter_config.json"
     lost = {feature: symbols for feature in asked_features(config) if (symbols := lost_symbols(feature))}
     found = Environment(
         vllm=installed_vllm(), gpus=gpus, model=known.content, critic=critic, refusals=refused,
         loss=None if refused else tried_loss(config),
         served={each.named: described(str(each.path), each.named).content for each in served_models(config)},
-        misspelt=tuple(misspelt(config)), adapter=_adapter(config.actor_rollout_ref.model.lora_adapter_path),
+        misspelt=tuple(misspelt(config)), adapter=read_config(adapter, ADAPTER) if os.access(adapter, os.R_OK) else {},
         plugin_policy=None if loaded else os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto"), cores=os.cpu_count(),
         ray_address=os.environ.get("RAY_ADDRESS"), lost=lost, machine=_machine(config),
         elsewhere=elsewhere,
@@ -84,12 +84,6 @@ def _machine(config: DictConfig) -> Machine:
         ),
         folder=str(Path.cwd()),
     )
-
-
-def _adapter(path: object) -> Mapping[str, Any]:
-    """Return the content of an adapter's config that is here."""
-    file = Path(str(path)).expanduser() / "adapter_config.json"
-    return read_config(file, ADAPTER) if os.access(file, os.R_OK) else {}
 
 
 def unknown_things(config: DictConfig, found: Environment, known: Described) -> Iterator[Fault]:

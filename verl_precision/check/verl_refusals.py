@@ -25,8 +25,7 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import FSDP, engines, lora_rank
 from verl_precision.check.keys import leaves
 from verl_precision.check.models import teaches
-from verl_precision.check.rules.files import names_in
-from verl_precision.check.rules.tables import NUMBERS_OR_NULL, null_number
+from verl_precision.check.rules.tables import NUMBERS_OR_NULL, names_in, null_number
 from verl_precision.integration.ledger import lost_symbols
 
 

@@ -12,9 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base import verl_config
 from verl_precision.base.files import table_of
 from verl_precision.check.keys import keys_of, table_of_keys, unread_word
-from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rollout import MASKS, replays_masks
 from verl_precision.check.rules.rule import Environment, Fault, fault_of_error, rule
+from verl_precision.check.rules.tables import names_in
 from verl_precision.integration.ledger import CORE, REMEDY
 from verl_precision.integration.trainer.saving import every_minutes, saves
 from verl_precision.losses.rollout_weights import WEIGHT_KINDS

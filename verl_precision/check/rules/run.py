@@ -9,8 +9,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import FSDP, ROLLOUT, engine_kwargs, engines
 from verl_precision.check.models import teaches
-from verl_precision.check.rules.files import ANSWER_REWARDS, REWARD
 from verl_precision.check.rules.rule import Environment, Fault, Machine, fault_of_error, faults_raised_by, rule
+from verl_precision.check.rules.tables import ANSWER_REWARDS, REWARD
 from verl_precision.integration.trainer.saving import checkpoint_settings
 from verl_precision.mismatch.settings import MismatchSettings
 from verl_precision.weight_sync.settings import canary_settings, sync_settings
