@@ -15,8 +15,7 @@ from verl_precision.check.who_decides import let_presets_win, winning_words
 from verl_precision.cli import app
 from verl_precision.integration.trainer.run_identity import RUN_FILE
 from verl_precision.presets import PRESETS_DIR, preset_groups, preset_names
-from verl_precision.tools.checking.recipe_config import check_recipe
-from verl_precision.tools.checking.tables import training_table
+from verl_precision.tools.checking.recipe_config import check_recipe, training_table
 
 ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 BASE = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.n=8")
