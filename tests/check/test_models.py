@@ -24,10 +24,8 @@ NAMES = [
     ("qwen/QWEN3-8b", "qwen/QWEN3-8b"),
     ("/hub/models--Qwen--Qwen3-8B/snapshots/0a1b", "/hub/models--Qwen--Qwen3-8B/snapshots/0a1b"),
     ("/data/models/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"),
-    ("hdfs://cluster/models/Qwen3-30B-A3B-Base", "Qwen/Qwen3-30B-A3B-Base"),
     ("unsloth/Qwen2.5-7B-Instruct-bnb-4bit", "Qwen/Qwen2.5-7B"),
     ("meta-llama/Meta-Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
-    ("unsloth/gpt-oss-20b-BF16", "openai/gpt-oss-20b"),
     ("deepseek-ai/DeepSeek-V3-0324", "deepseek-ai/DeepSeek-V3"),
     ("google/gemma-2-9b", "google/gemma-2-9b-it"),
     ("THUDM/glm-4-9b-chat", ""),  # another architecture than GLM-4-9B-0414

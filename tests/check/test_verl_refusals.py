@@ -16,12 +16,8 @@ from verl_precision.check.verl_refusals import mistyped, refusals
 
 MODEL = "actor_rollout_ref"
 BATCHES = (f"{MODEL}.actor.ppo_micro_batch_size_per_gpu=8", f"{MODEL}.ref.log_prob_micro_batch_size_per_gpu=8")
-PLAIN = (
-    "algorithm.adv_estimator=grpo",
-    f"{MODEL}.rollout.name=vllm",
-    f"{MODEL}.rollout.log_prob_micro_batch_size_per_gpu=8",
-    *BATCHES,
-)
+ROLLOUT = (f"{MODEL}.rollout.name=vllm", f"{MODEL}.rollout.log_prob_micro_batch_size_per_gpu=8")
+PLAIN = ("algorithm.adv_estimator=grpo", *ROLLOUT, *BATCHES)
 ONE = "distillation.teacher_models.teacher_model"
 TAUGHT = f"distillation.enabled=True distillation.nnodes=1 {ONE}.model_path=owner/teacher"
 JUDGE = "reward.reward_model.rollout"

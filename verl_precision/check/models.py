@@ -51,9 +51,14 @@ def described(name: str, setting: str) -> Described:
     folder = os.path.expanduser(name)
     if os.access(os.path.join(folder, "config.json"), os.R_OK):
         return Described(read_config(Path(folder), setting))
-    if cached := _cached(name):
-        return Described(read_config(cached, setting))
-    return by_name(name)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # no hub name either; a rule names it
+        cached = None
+    return Described(read_config(Path(cached), setting)) if isinstance(cached, str) else by_name(name)
 
 
 def model_config(config: DictConfig, owner: str = "actor_rollout_ref") -> Mapping[str, Any]:
@@ -64,17 +69,6 @@ def model_config(config: DictConfig, owner: str = "actor_rollout_ref") -> Mappin
 def is_folder(name: object) -> bool:
     """Return whether a path is one of a folder here; pathlib raises where it is too long for one."""
     return os.path.isdir(os.path.expanduser(str(name)))
-
-
-def _cached(name: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        cached = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:  # no hub name either; a rule names it
-        return None
-    return Path(cached) if isinstance(cached, str) else None
 
 
 def read_config(path: Path, setting: str) -> dict[str, Any]:

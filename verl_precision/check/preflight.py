@@ -41,8 +41,9 @@ class PreflightCallback(Callback):
         try:
             require_overrides(list(OmegaConf.select(config, "hydra.overrides.task") or ()))
             require_complete(config)
-            for replaced in let_presets_win(config):
-                print(f"verl_precision: presets=win: {replaced}", file=sys.stderr)
+            for each in let_presets_win(config):
+                said = f"{each.word} is replaced by {each.wanted}, of {each.preset}"
+                print(f"verl_precision: presets=win: {said}", file=sys.stderr)
             if wrong := mistyped(config):  # resolvers and rules would compute with the text
                 raise wrong[0]
             fit_to_engine(config)

@@ -156,10 +156,6 @@ class WinningWord:
         """
         return not self.option and not (self.preset.startswith("scale=") and not GUARD.search(self.setting))
 
-    def __str__(self) -> str:
-        """Return one line for a log."""
-        return f"{self.word} is replaced by {self.wanted}, of {self.preset}"
-
 
 def winning_words(config: DictConfig) -> list[WinningWord]:
     """Return every word of the command that wins over a chosen preset, in the presets' order."""

@@ -161,8 +161,7 @@ def gpu_bytes(config: DictConfig, environment: Environment) -> int | None:
 
 def chosen_scale(config: DictConfig) -> str:
     """Return the name of the scale that was chosen; empty for none."""
-    choices = OmegaConf.select(config, "hydra.runtime.choices") or {}
-    return next((str(choice) for group, choice in choices.items() if group.partition("@")[0] == "scale"), "")
+    return str(OmegaConf.select(config, "hydra.runtime.choices.scale") or "")
 
 
 @rule(OF_GPU)
