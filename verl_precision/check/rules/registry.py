@@ -144,7 +144,7 @@ def distilled(config: DictConfig, environment: Environment) -> Iterator[Fault]:
         setting = "distillation.distillation_loss.use_policy_gradient"
         kind = f"a policy gradient towards a teacher with verl's {loss.get('policy_loss_mode')}"
     problem = f"verl trains {kind}, {'beside' if tasks else 'and not'} the loss of estimator={choice}"
-    remedy = f"Leave out the distillation, or estimator={choice}.{MEANT}"
+    remedy = f"Leave out the distillation, or the estimator.{MEANT}"
     severity: Severity = "warning" if tasks and not gradient else "error"
     yield Fault(setting, problem, "False", remedy, severity=severity)
 
