@@ -133,7 +133,7 @@ def test_help_has_each_verb_once_under_its_section():
 
 @pytest.mark.parametrize("verb", typer.main.get_command(app).commands)
 def test_at_80_columns_help_has_every_option_whole(verb):
-    parameters = typer.main.get_command(app).commands[verb].params
+    parameters = typer.main.get_command(app).get_command(None, verb).params
     done = CliRunner().invoke(app, [verb, "--help"], env={"COLUMNS": "80"})
     assert done.exit_code == 0 and max(map(len, done.output.splitlines())) <= 80
     options = {name for each in parameters for name in each.opts if name.startswith("-")}

@@ -2,17 +2,13 @@
 
 import ast
 import inspect
-import json
 import os
-import shutil
 import sys
 import textwrap
 import warnings
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
-import forked
-import psutil
 import pytest
 import yaml
 from composer import compose_recipe
@@ -33,7 +29,6 @@ from verl_precision.integration.trainer.driver import Driver
 from verl_precision.integration.trainer.saving import ENDING, EXIT_ASKED_TO_END, SignalRequests
 from verl_precision.tools.actions import rescue
 from verl_precision.tools.actions.rescue import Action
-from verl_precision.tools.tiny_model import cached_tiny_model
 
 MODEL, CPUS = "actor_rollout_ref.model.path", "ray_kwargs.ray_init.num_cpus"
 TOKENS = "actor_rollout_ref.rollout.max_num_batched_tokens"
@@ -47,19 +42,6 @@ def config(root, monkeypatch):
     return compose_recipe("recipes/quickstart/quickstart.yaml", return_hydra_config=True)
 
 
-@pytest.fixture
-def model(config, tmp_path):
-    """The tiny model's folder, with a `config.json` and a tokenizer that a test can change; the config names it."""
-    folder = tmp_path / "model"
-    shutil.copytree(cached_tiny_model("qwen3"), folder)
-    config.actor_rollout_ref.model.path = str(folder)
-    return folder
-
-
-def change(path, **values):
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
 @pytest.mark.parametrize(("changes", "words"), [
     ({}, []),
     ({MODEL: "/models/qwne3"}, [f"{MODEL}='/models/qwne3'", "no such folder"]),
@@ -68,7 +50,6 @@ def change(path, **values):
     ({TRAIN: ["recipes/data/stand_in.jsonl", "no.json"], REWARD: "no.py"}, [f"{TRAIN}='no.json'", "absolute path"]),
     ({CPUS: 2}, [f"{CPUS}=2", f"Set {CPUS}=7"]),
     ({CPUS: 7}, []),
-    ({"trainer.nnodes": 2, CPUS: 16}, ["ray_kwargs.ray_init.num_gpus=1"]),
     ({"ray_kwargs.ray_init.address": "auto", CPUS: 1}, []),  # somebody else's cluster is not judged
 ])  # fmt: skip
 def test_a_problem_names_setting_value_and_remedy(config, changes, words):
@@ -76,17 +57,6 @@ def test_a_problem_names_setting_value_and_remedy(config, changes, words):
         OmegaConf.update(config, setting, value, force_add=True)
     problems = find_problems(config)
     assert len(problems) == bool(words) and all(word in problems[0] for word in words), problems
-
-
-def test_a_disk_that_cannot_hold_the_checkpoints(config, model, tmp_path, monkeypatch):
-    """The disk of the folder, which the run would make; a model of a trillion parameters."""
-    config.trainer.update(save_freq=5, default_local_dir=str(tmp_path / "not" / "there"), max_actor_ckpt_to_keep=2)
-    asked, usage = [], psutil.disk_usage
-    monkeypatch.setattr(psutil, "disk_usage", lambda path: asked.append(path) or usage(path))
-    assert find_problems(config) == [] and str(tmp_path) in asked
-    change(model / "config.json", vocab_size=10**10)
-    (problem,) = find_problems(config)
-    assert "trainer.default_local_dir" in problem and "(2 kept, and one being written)" in problem
 
 
 @pytest.mark.parametrize(("place", "name", "found", "words"), [
@@ -222,11 +192,7 @@ def test_errors_of_every_kind_end_it_and_ours_have_no_traceback(rescued, capsys,
     with pytest.raises(SystemExit):
         call_as_hydra_does(rescued, hook)
     said = capsys.readouterr().err
-    ours = (
-        isinstance(error, CheckpointStateError | OSError)
-        or hook == "on_run_start"
-        and isinstance(error, ConfigValueError)
-    )
+    ours = isinstance(error, CheckpointStateError | OSError | (ConfigValueError if hook == "on_run_start" else OSError))
     assert ("Traceback" in said) != ours and str(error) in said
 
 
@@ -263,20 +229,6 @@ def test_what_hydra_and_verl_take_without_a_word_ends_the_run_before_its_name(co
     with pytest.raises(SystemExit):
         PreflightCallback().on_run_start(config)
     assert words in capsys.readouterr().err
-
-
-def test_verls_platform_is_made_the_cpu(tmp_path):
-    script = """
-import verl.trainer.main_ppo
-from omegaconf import OmegaConf
-from verl.plugin.platform import get_platform
-assert get_platform().device_name == "cuda", "verl's own fall-back, resolved on import"
-from verl_precision.integration.trainer.driver import follow_platform
-follow_platform(OmegaConf.create({"trainer": {"device": "cpu"}}))
-assert get_platform().device_name == "cpu" and os.environ["VERL_PLATFORM"] == "cpu"
-"""
-    done = forked.run(script, tmp_path)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_gpu_that_the_scales_name_overfills_is_said_and_not_refused(root, monkeypatch, capsys):

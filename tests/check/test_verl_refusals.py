@@ -9,19 +9,15 @@ from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
-from verl_precision.check.rules.mains import NOT_GIVEN
+from verl_precision.check.rules.features import NOT_GIVEN
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
 from verl_precision.check.verl_refusals import mistyped, refusals
 
 MODEL = "actor_rollout_ref"
 BATCHES = (f"{MODEL}.actor.ppo_micro_batch_size_per_gpu=8", f"{MODEL}.ref.log_prob_micro_batch_size_per_gpu=8")
-PLAIN = (
-    "algorithm.adv_estimator=grpo",
-    f"{MODEL}.rollout.name=vllm",
-    f"{MODEL}.rollout.log_prob_micro_batch_size_per_gpu=8",
-    *BATCHES,
-)
+ROLLOUT = (f"{MODEL}.rollout.name=vllm", f"{MODEL}.rollout.log_prob_micro_batch_size_per_gpu=8")
+PLAIN = ("algorithm.adv_estimator=grpo", *ROLLOUT, *BATCHES)
 ONE = "distillation.teacher_models.teacher_model"
 TAUGHT = f"distillation.enabled=True distillation.nnodes=1 {ONE}.model_path=owner/teacher"
 JUDGE = "reward.reward_model.rollout"

@@ -7,7 +7,6 @@ from composer import PAPER, ROOT, compose_recipe
 
 from verl_precision.check.models import known_models
 from verl_precision.check.rules import gpu_memory as memory
-from verl_precision.check.rules.files import checkpoint_bytes
 from verl_precision.check.rules.gpu_memory import GIB, REST
 
 SHAPES = {name: memory.shape_of(described) for name, described in known_models().items()}
@@ -98,7 +97,10 @@ def test_the_expected_hours_are_those_of_their_seconds():
 def checkpoint_line(recipe: str) -> str:
     """Return a row of the page's table of checkpoints, in GB."""
     config = composed(recipe, "8x8_h100")
-    one = checkpoint_bytes(config, SHAPES[config.actor_rollout_ref.model.path].parameters) / 1e9
+    width = (
+        4 if config.actor_rollout_ref.model.get("lora_rank") else 12
+    )  # FP32 weights, and Adam's moments of those trained
+    one = width * SHAPES[config.actor_rollout_ref.model.path].parameters / 1e9
     kept = config.trainer.max_actor_ckpt_to_keep
     return f"| {recipe} | {one:.0f} | {kept} | {(kept + 1) * one:.0f} | {one / 2:.0f} | {one / 8:.1f} |"
 

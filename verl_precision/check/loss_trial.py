@@ -11,16 +11,8 @@ from omegaconf import DictConfig, open_dict
 from torch import Tensor
 
 from verl_precision.check.rules.rule import TriedLoss
-from verl_precision.losses.invariance import (
-    LENGTHS,
-    Counts,
-    Loss,
-    UnusableLossError,
-    gradients_differ,
-    trial_batch,
-    try_loss,
-)
-from verl_precision.losses.registry import POLICY_LOSSES, LossInputs
+from verl_precision.losses import invariance
+from verl_precision.losses.registry import LossInputs
 from verl_precision.losses.settings import NORM_MODE
 
 KEYWORDS = "old_log_prob log_prob advantages response_mask loss_agg_mode config rollout_is_weights".split()
@@ -33,18 +25,16 @@ def tried_loss(config: DictConfig) -> TriedLoss | None:
         return None  # verl multiplies it by 0
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
-    from verl_precision.integration.engine.policy_losses import AdaptedLoss
-
     name = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
     loss = POLICY_LOSS_REGISTRY.get(name)
     if loss is None:
         return TriedLoss(problem="no loss of this name is registered here, and workers alone import model.external_lib")
-    tried = TriedLoss(owner=_owner(loss), replaced=name in POLICY_LOSSES and not isinstance(loss, AdaptedLoss))
+    tried = TriedLoss(owner=_owner(loss))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return _outcome(config, loss, tried)
-    except UnusableLossError as error:
+    except invariance.UnusableLossError as error:
         return replace(tried, unusable=str(error))
     except Exception as error:  # whatever a loss raises is the answer
         return replace(tried, problem=" ".join(f"it raises {type(error).__name__}: {error}".split())[:300])
@@ -56,17 +46,18 @@ def _outcome(config: DictConfig, loss: Any, tried: TriedLoss) -> TriedLoss:
     try:
         inspect.signature(loss).bind(**dict.fromkeys(KEYWORDS))
     except TypeError as error:
-        raise UnusableLossError(f"it cannot be called with {', '.join(KEYWORDS)}: {error}") from error
-    call, batch = _as_verl_calls(loss, config), trial_batch(weighted=weighted)
+        raise invariance.UnusableLossError(f"it cannot be called with {', '.join(KEYWORDS)}: {error}") from error
+    call, batch = _as_verl_calls(loss, config), invariance.trial_batch(weighted=weighted)
 
-    def unweighted(part: LossInputs, counts: Counts) -> Tensor:
+    def unweighted(part: LossInputs, counts: invariance.Counts) -> Tensor:
         return call(part._replace(rollout_is_weights=None), counts)
 
-    trial = try_loss(call, batch)
-    return replace(tried, trial=trial, ignores_weights=weighted and not gradients_differ(call, unweighted, batch))
+    trial = invariance.try_loss(call, batch)
+    ignored = weighted and not invariance.gradients_differ(call, unweighted, batch)
+    return replace(tried, trial=trial, ignores_weights=ignored)
 
 
-def _as_verl_calls(loss: Any, config: DictConfig) -> Loss:
+def _as_verl_calls(loss: Any, config: DictConfig) -> invariance.Loss:
     """Return a loss as verl's `ppo_loss` calls it: by keyword, with its typed config, which has the global counts.
 
     Without its constant the `norm` mode divides by a width, which a rule of its own says; here it has one.
@@ -76,10 +67,10 @@ def _as_verl_calls(loss: Any, config: DictConfig) -> Loss:
     node, mode = deepcopy(config.actor_rollout_ref.actor), config.actor_rollout_ref.actor.loss_agg_mode
     with open_dict(node):
         if mode == NORM_MODE and node.get("loss_scale_factor") is None:
-            node.loss_scale_factor = max(LENGTHS)
+            node.loss_scale_factor = max(invariance.LENGTHS)
     actor: Any = omega_conf_to_dataclass(node)
 
-    def call(part: LossInputs, counts: Counts) -> Tensor:
+    def call(part: LossInputs, counts: invariance.Counts) -> Tensor:
         actor.global_batch_info.update(
             dp_size=counts.dp_size, batch_num_tokens=counts.num_tokens, global_batch_size=counts.num_responses,
             loss_scale_factor=actor.loss_scale_factor,
@@ -89,7 +80,8 @@ def _as_verl_calls(loss: Any, config: DictConfig) -> Loss:
         pair = tuple(returned) if isinstance(returned, tuple | list) else ()
         if len(pair) != 2 or not isinstance(pair[0], Tensor) or not isinstance(pair[1], Mapping):
             kinds = f"({', '.join(type(each).__name__ for each in pair)})" if pair else type(returned).__name__
-            raise UnusableLossError(f"it returns {kinds}, and verl unpacks a tensor and a dictionary of metrics")
+            problem = f"it returns {kinds}, and verl unpacks a tensor and a dictionary of metrics"
+            raise invariance.UnusableLossError(problem)
         return pair[0]
 
     return call

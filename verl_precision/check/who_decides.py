@@ -1,9 +1,13 @@
-"""Who says each setting: verl, a recipe, a preset, or a word of the command?
+"""Who says each setting: verl, a recipe, a preset, or a word of the command? And `presets=win`, with which presets do.
 
 A composed config does not know where its values come from. It names its sources, its choices and the command's words in
 Hydra's own node, which is enough to ask Hydra for the same list of files again, in the order in which it merges them.
+
+Hydra puts the words of a command over every file, presets too. A command that states its estimator's settings, as
+public scripts do, therefore leaves little of `estimator=pg_seq_is`, and Hydra says nothing of it.
 """
 
+import copy
 import functools
 import re
 from collections.abc import Mapping
@@ -13,13 +17,21 @@ from typing import Any
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.base.dtypes import short
 from verl_precision.check.keys import leaves
-from verl_precision.integration.ledger import lost_symbols
+from verl_precision.integration.ledger import lost_symbols, require_feature
 from verl_precision.presets import preset_groups
 
 WINNING = "presets=win"  # the feature of the ledger without which nobody is known
 _VERLS = re.compile(r"verl[/.](trainer|experimental)[/.]|(^|/)hydra\.conf")  # places of files that no user wrote
 _OURS = ("pkg://verl_precision.presets", "structured://")  # where presets are, if one is chosen
+WIN = "presets.win"  # True: presets win. False: words win on purpose. Absent: words win, and that is a finding
+REPLACED = "presets.replaced"
+# Parts of the weight-sync guard and of the engine: a preset means them wherever they stand.
+GUARD = re.compile(r"\.worker_extension_cls$|\.send_weight_manifest$|fsdp(_config)?\._target_$")
+# Of a precision, what it merely offers a value for; rules of their own judge it.
+_OPTIONS = re.compile(r"\.loss_scale\.|\.attn_implementation$")
+_LONGEST = 80  # characters of a word that are repeated
 
 
 @dataclass(frozen=True)
@@ -116,3 +128,99 @@ def _stronger(known: Origin | None, later: Origin) -> Origin:
     """Return the later of two, which Hydra takes; of two that say the same, the one that means it, not its machine."""
     same = known is not None and known.group and known.value == later.value
     return known if known is not None and same and (later.offered or later.group == "scale") else later
+
+
+def shown(word: str) -> str:
+    """Return a word of the command, shortened for a sentence."""
+    return word if len(word) <= _LONGEST else f"{word[:_LONGEST]}..."
+
+
+@dataclass(frozen=True)
+class WinningWord:
+    """A word of the command about a setting of a preset, with another value than the preset's."""
+
+    word: str  # as it was given
+    setting: str
+    value: Any  # that holds
+    preset: str  # e.g. estimator=pg_seq_is
+    wanted: Any  # the preset's value
+    written: Any  # the same, unresolved
+    option: bool  # the preset only offers a value for it, which is changed on purpose
+
+    @property
+    def contradicts(self) -> bool:
+        """Whether the command says two things.
+
+        A scale is a place to begin: batch sizes, GPUs, paths and saving are changed on it in every recipe's run, and
+        what does not fit the machine is a fault of its own. Words over a scale are in `--json` alone, and stay.
+        """
+        return not self.option and not (self.preset.startswith("scale=") and not GUARD.search(self.setting))
+
+
+def winning_words(config: DictConfig) -> list[WinningWord]:
+    """Return every word of the command that wins over a chosen preset, in the presets' order."""
+    if not words_of(config):
+        return []
+    said, found, trial = decisions(config), [], None
+    for setting, origin in said.origins.items():
+        about = said.word_about(setting) if origin.group else None
+        if about is None or setting.startswith("hydra.") or _is_moved(config, setting):
+            continue
+        value, wanted = _plain(OmegaConf.select(config, setting)), origin.value
+        if "${" in str(wanted):
+            trial = copy.deepcopy(config) if trial is None else trial
+            _put(trial, setting, wanted)
+            wanted = _plain(OmegaConf.select(trial, setting))
+        if not is_same(setting, value, wanted):
+            option = not GUARD.search(setting) and is_option(setting, origin)
+            found.append(WinningWord(about[1], setting, value, origin.who, wanted, origin.value, option))
+    return found
+
+
+def is_option(setting: str, origin: Origin) -> bool:
+    """Return whether a preset merely offers a value for a setting."""
+    return (origin.offered and origin.group != "scale") or bool(_OPTIONS.search(setting))
+
+
+def _is_moved(config: DictConfig, setting: str) -> bool:
+    """Whether `fit_to_engine` has moved the setting's block to another engine's, whose rules judge it."""
+    block = re.match(r"(.*(?:\.fsdp_config|critic\.fsdp))\.", setting)
+    return block is not None and OmegaConf.select(config, block[1]) is None
+
+
+def _put(config: DictConfig, setting: str, value: Any) -> None:
+    OmegaConf.update(config, setting, copy.deepcopy(value), merge=False, force_add=True)
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def is_same(setting: str, one: Any, other: Any) -> bool:
+    """Return whether two values of a setting are one to verl."""
+    if setting.endswith("dtype") and isinstance(one, str) and isinstance(other, str):
+        return short(one) == short(other)
+    off = (one is None or one is False) and (other is None or other is False)
+    return off or one == other  # to verl, null means off
+
+
+def put_presets_over_words(config: DictConfig) -> list[WinningWord]:
+    """Put what presets say over words that contradict them; return the words that were replaced."""
+    replaced = [each for each in winning_words(config) if each.contradicts]
+    for each in replaced:
+        _put(config, each.setting, each.written)
+    return replaced
+
+
+def let_presets_win(config: DictConfig) -> list[WinningWord]:
+    """Do that if `presets=win` asks for it. The config, of which Hydra leaves a copy, keeps what was replaced."""
+    if OmegaConf.select(config, WIN) is not True:
+        return []
+    require_feature(WINNING)
+    replaced = put_presets_over_words(config)
+    if replaced:
+        config.presets.replaced = [
+            {"word": each.word, "setting": each.setting, "value": _plain(each.wanted), "preset": each.preset}
+            for each in replaced
+        ]
+    return replaced

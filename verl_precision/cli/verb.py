@@ -8,7 +8,7 @@ import pkgutil
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -29,41 +29,27 @@ SECTIONS = ("Before a run", "A run", "Models and data", "Set-up")  # of --help, 
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 
-class _Installed(Mapping[str, TyperCommand]):
-    """The verbs that are installed with this package: each is imported when it is asked for."""
-
-    def __init__(self) -> None:
-        self._points: dict[str, metadata.EntryPoint] = {}
-        with suppress(metadata.PackageNotFoundError):
-            points = metadata.distribution("verl-precision").entry_points
-            self._points = {point.name: point for point in points.select(group=GROUP)}
-
-    def __getitem__(self, name: str) -> TyperCommand:
-        return self.verb(name).command(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._points)
-
-    def __len__(self) -> int:
-        return len(self._points)
-
-    def verb(self, name: str) -> "Verb":
-        """Return a verb without its options."""
-        return self._points[name].load()
-
-
 class _Verbs(TyperGroup):
-    """All verbs. Their --help is off rather than unset: of an option that is unset Typer asks pydantic, for 0.1 s."""
+    """The installed verbs, each imported when it is asked for.
 
-    commands: _Installed  # type: ignore[assignment]
+    Their --help is off rather than unset: of an option that is unset Typer asks pydantic, for 0.1 s.
+    """
+
+    commands: dict[str, metadata.EntryPoint]  # type: ignore[assignment]
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.commands = _Installed()
+        self.commands = {}
+        with suppress(metadata.PackageNotFoundError):
+            points = metadata.distribution("verl-precision").entry_points
+            self.commands = {point.name: point for point in points.select(group=GROUP)}
+
+    def get_command(self, context: Any, name: str) -> TyperCommand | None:
+        return self.commands[name].load().command(name) if name in self.commands else None
 
     def format_commands(self, context: Any, formatter: Any) -> None:
         """Write each verb's first line; its options may take long to import."""
-        verbs = {name: self.commands.verb(name) for name in self.commands}
+        verbs = {name: point.load() for name, point in self.commands.items()}
         for section in dict.fromkeys((*SECTIONS, *(each.section for each in verbs.values()))):
             if lines := [(name, each.paragraphs[0]) for name, each in verbs.items() if each.section == section]:
                 with formatter.section(section):

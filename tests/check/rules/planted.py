@@ -5,14 +5,13 @@ import re
 
 from composer import compose_verl
 
-GPUS_IN_RAY = "+ray_kwargs.ray_init.num_gpus=8"
 SHORT = {
     "DISAGGREGATED": "trainer.v1.trainer_mode=vp_separate_async trainer.v1.separate_async.parameter_sync_step=4 "
     "rollout.nnodes=1 rollout.n_gpus_per_node=8",
     "MASKS": "+sampling_masks=replay rollout.top_k=64",
     "VERLS_ENGINE": "fsdp._target_=verl.workers.config.FSDPEngineConfig +presets=yield",
     "EXACT": "+precision=bf16 +arithmetic=exact trainer.device=cpu rollout.enforce_eager=True "
-    f"rollout.tensor_model_parallel_size=1 {GPUS_IN_RAY}",
+    "rollout.tensor_model_parallel_size=1",
     "SDPA": "model.override_config.attn_implementation=sdpa",
     "ULYSSES": "ulysses_sequence_parallel_size",
     "FINISHED": "+reward.custom_reward_function.reward_kwargs.require_finished=True "

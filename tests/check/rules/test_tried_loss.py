@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from composer import compose_verl
+from planted import composed
 
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment, TriedLoss
@@ -36,18 +36,12 @@ PLANTED = [
     ("loss-unusable", "error", TriedLoss(problem="it raises X", owner="verl.y.z"), SEVERAL, "it raises X"),
     ("loss-not-tried", "unchecked", TriedLoss(problem="it raises X", owner="mine.my_loss"), SEVERAL, "it raises X"),
     ("loss-not-tried", "unchecked", TriedLoss(problem="it has not returned"), SEVERAL, "it has not returned"),
-    ("loss-unusable", "error", replace(OWN, replaced=True), SEVERAL, "mine.my_loss is registered"),
     ("loss-ignores-setting", "error", replace(OWN, ignores_weights=True), "correction.rollout_is=token", "not apply"),
 ]  # fmt: skip
 
 
 def found(overrides: str, loss: TriedLoss | None):
-    words = overrides.replace("actor.", "actor_rollout_ref.actor.").replace(
-        "correction.", "algorithm.rollout_correction."
-    )
-    rollout = (f"actor_rollout_ref.rollout.{setting}" for setting in ("name=vllm", "n=8", "calculate_log_probs=True"))
-    config = compose_verl("algorithm.adv_estimator=grpo", *rollout, *words.split(), return_hydra_config=True)
-    return find_faults(config, Environment(loss=loss))
+    return find_faults(composed(overrides), Environment(loss=loss))
 
 
 @pytest.mark.parametrize("row", PLANTED, ids=lambda row: f"{row[0]}-{row[1]}-{row[3]}")
@@ -80,10 +74,8 @@ def test_what_another_rule_refuses_is_not_refused_again():
 def test_the_paper_of_gspo_is_one_finding_with_its_three_values():
     (fault,) = found("actor.policy_loss.loss_mode=gspo", None)
     assert "loss_agg_mode=token-mean, clip_ratio_low=0.2, clip_ratio_high=0.2" in fault.problem
-    assert (
-        "loss_agg_mode=seq-mean-token-mean, clip_ratio_low=3e-4, clip_ratio_high=4e-4 (arXiv 2507.18071"
-        in fault.allowed
-    )
+    papers = "loss_agg_mode=seq-mean-token-mean, clip_ratio_low=3e-4, clip_ratio_high=4e-4 (arXiv 2507.18071"
+    assert papers in fault.allowed
     words = " ".join(word for word in fault.remedy.split() if "=" in word and not word.startswith("estimator"))
     overrides = words.replace("actor_rollout_ref.", "").rstrip(",")
     assert found(f"actor.policy_loss.loss_mode=gspo {overrides}", None) == []

@@ -16,11 +16,8 @@ from verl_precision.tools.checking.composing import MAIN, mains, read_command
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 EXPERIMENTAL = "verl.experimental"
 ASYNC, ONE_STEP = f"{EXPERIMENTAL}.fully_async_policy.fully_async_main", f"{EXPERIMENTAL}.one_step_off_policy.main_ppo"
-LACKS, OWN, NO_RL = (
-    "verl 0.9.1 has no such module",
-    "it is no main of verl's",
-    "it is no RL run: there is nothing to check",
-)
+LACKS, OWN = "verl 0.9.1 has no such module", "it is no main of verl's"
+NO_RL = "it is no RL run: there is nothing to check"
 
 
 def findings(*words: str):

@@ -11,8 +11,7 @@ from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
 from verl_precision.cli import app
 from verl_precision.presets import preset_names
-from verl_precision.tools.checking.recipe_config import check_recipe
-from verl_precision.tools.checking.tables import dtype_table
+from verl_precision.tools.checking.recipe_config import check_recipe, dtype_table
 
 RECIPE = "recipes/quickstart/quickstart.yaml"
 TOKENS = "actor_rollout_ref.rollout.max_num_batched_tokens"

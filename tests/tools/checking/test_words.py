@@ -16,12 +16,8 @@ from verl_precision.tools.checking.words import HANDED_ON, unknown
 
 ENGINES = ("dp", "megatron", "veomni", "torchtitan")
 TABLE = table_of_keys()
-READY = (
-    "actor_rollout_ref.rollout.name=vllm",
-    "actor_rollout_ref.actor.use_dynamic_bsz=True",
-    "algorithm.adv_estimator=grpo",
-)
-READY += ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True")
+READY = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.n=8")
+READY += tuple(f"actor_rollout_ref.{each}use_dynamic_bsz=True" for each in ("actor.", "rollout.log_prob_"))
 
 
 @functools.cache

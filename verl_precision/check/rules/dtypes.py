@@ -7,7 +7,6 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.dtypes import HALF, short
 from verl_precision.base.verl_config import BACKEND, ROLLOUT, engines, quantisations, rollout_dtype, transport_dtype
 from verl_precision.check.models import served_models
-from verl_precision.check.rules.files import names_in
 from verl_precision.check.rules.rule import Environment, Fault, Severity, rule
 from verl_precision.integration.trainer.saving import saves
 
@@ -151,17 +150,6 @@ def loss_scaling_of_verl(config: DictConfig, environment: Environment) -> Iterat
             allowed = "an engine that scales there and saves the scale"
             remedy = "Choose the preset precision=fp16, whose engine does (docs/precision.md, Loss scaling)."
             yield Fault(engine.source, problem, allowed, remedy, value="fp16")
-
-
-@rule("export-rounds", "warning")
-def export_rounds(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """verl writes Hugging Face checkpoints with BF16 in their config; our engine writes what it computed in."""
-    actor, setting = engines(config)[0], "actor_rollout_ref.actor.checkpoint.save_contents"
-    exports = "hf_model" in names_in(config, setting) and saves(config)
-    if exports and actor.verls_fsdp and actor.compute == "fp16":
-        problem = "verl writes hf_model with BF16 in its config: served as it is, the model has BF16's gap again"
-        remedy = "Leave hf_model out, and write the checkpoint with: verl-precision export CHECKPOINT --dtype fp16."
-        yield Fault(setting, problem, "contents without hf_model", remedy)
 
 
 @rule("rollout-quantised", "warning")

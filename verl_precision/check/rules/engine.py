@@ -1,22 +1,202 @@
-"""Rules of engines: of ours the settings, shadow and router replay; what does not hold with others, or without vLLM."""
+"""Rules of the trainer's engines: attention, packing, dropout, adapters on heads; our settings, shadow, router replay.
 
-from collections.abc import Iterator
+And what does not hold with others, or without vLLM.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.dtypes import short
+from verl_precision.base.dtypes import EXACT, short
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.verl_config import FSDP, PROMPT_LOG_PROBS, ROLLOUT, engines, rollout_dtype
-from verl_precision.check.rules.attention import PADDING
+from verl_precision.base.verl_config import (
+    FSDP,
+    PROMPT_LOG_PROBS,
+    ROLLOUT,
+    engines,
+    lora_is_merged,
+    lora_rank,
+    rollout_dtype,
+)
 from verl_precision.check.rules.rule import Environment, Fault, fault_of_error, rule
+from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 from verl_precision.engine.router_replay import FAMILIES
 from verl_precision.engine.settings import require_engine_settings
 
+MODEL = "actor_rollout_ref.model"
+ATTENTION = f"{MODEL}.override_config.attn_implementation"
+VERLS_ATTENTION = "flash_attention_2"  # verl's default
+SDPA = "sdpa, which takes packed sequences too"
+PADDING = f"{MODEL}.use_remove_padding"
+# verl.models.transformers.monkey_patch gives these a forward that knows where packed sequences end. It needs the
+# kernels of flash-linear-attention: transformers' own delta rule in torch takes `cu_seqlens` and does not read it.
+PACKED_BY_VERL = ("qwen3_5", "qwen3_5_moe")
+# Input embeddings and output head, which one matrix may be.
+HEADS = ("lm_head", "model.embed_tokens", "model.language_model.embed_tokens", "transformer.wte")
+OF_HEADS = ("classifier", "summary", "token_dropout")  # of classifiers, and of protein models' inputs
 TARGET = "verl_precision.integration.engine.engine_config.PrecisionFSDPConfig"
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
 ENGINES = (ACTOR, "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
 SENT = f"{ROLLOUT}.enable_rollout_routing_replay"
 CANARY = "weight_sync.canary.every_n_syncs"
+
+
+@rule("attention-refuses-fp32")
+def attention_refuses_fp32(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """flash-attn computes in 16 bits only: the first forward in FP32 raises, minutes in."""
+    if config.trainer.device != "cuda":
+        return
+    full = list(_in_fp32(config))
+    shared, attention = " and ".join(role for role in full if role != "critic"), attention_of(config)
+    if shared and "flash" in attention:  # transformers tells it by the name, too
+        problem = f"FP32 of the {shared}: flash attention computes in 16 bits only, and would raise"
+        yield Fault(ATTENTION, problem, SDPA, f"Set ++{ATTENTION}=sdpa.", value=attention)
+    if "critic" in full:
+        setting = "critic.fsdp.mixed_precision.param_dtype"
+        problem = "verl loads every critic with flash_attention_2, whatever its config says, and that has no FP32"
+        remedy = f"Choose no critic, or set critic.fsdp.dtype=bfloat16 {setting}=bf16."
+        yield Fault(setting, problem, "bf16 or fp16", remedy)
+
+
+@rule("ulysses-needs-flash")
+def ulysses_needs_flash(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """Ulysses exchanges parts of a sequence for heads, which verl does in flash attention only."""
+    attention = attention_of(config)
+    if "flash" in attention:
+        return
+    full = list(_in_fp32(config))
+    problem = f"under attn_implementation={attention} each rank attends to its own part, without an error"
+    for engine in engines(config):
+        setting, size = engine.ulysses
+        if size > 1 and engine.strategy in FSDP and engine.role != "critic":  # verl loads it with flash attention
+            remedy = f"Set {setting}=1, or ++{ATTENTION}={VERLS_ATTENTION}."
+            if engine.role in full:
+                remedy = f"Set {setting}=1: flash attention has no FP32, so FP32 has no Ulysses. Or train in 16 bits."
+            yield Fault(setting, problem, "1, or flash_attention_2 in 16 bits", remedy)
+
+
+@rule("packed-delta-nets")
+def packed_delta_nets(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """Nobody tells transformers' gated delta nets where a packed sequence ends: its state goes on in the next one."""
+    packed = config.actor_rollout_ref.model.use_remove_padding and config.actor_rollout_ref.actor.strategy in FSDP
+    if not packed or not gated_delta_nets(environment.model):
+        return
+    if (kind := environment.model.get("model_type")) not in PACKED_BY_VERL:
+        problem = f"the state of {kind}'s gated delta nets goes on from one packed sequence into the next"
+        yield Fault(PADDING, f"{problem}: verl 0.9.1 tells only {' or '.join(PACKED_BY_VERL)} where one ends", "False")
+
+
+def gated_delta_nets(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a model's `config.json` that describes its gated delta nets; empty if it has none."""
+    text = model.get("text_config") or model
+    return text if "linear_num_value_heads" in text else {}
+
+
+def attention_of(config: DictConfig) -> str:
+    """Return the attention of actor and reference. verl hands null on, and transformers then takes sdpa."""
+    overrides = config.actor_rollout_ref.model.get("override_config") or {}
+    return str(overrides.get("attn_implementation", VERLS_ATTENTION) or "sdpa")
+
+
+def _in_fp32(config: DictConfig) -> Iterator[str]:
+    """Yield each forward of verl's FSDP that computes in FP32: actor, actor's shadow, ref, critic."""
+    for engine in engines(config):
+        if engine.strategy not in FSDP:
+            continue
+        if engine.compute == "fp32":
+            yield engine.role
+        shadow = OmegaConf.select(engine.node, "shadow") or {}
+        on = shadow.get("ratio_source") == "shadow" or shadow.get("every_n_steps", 0)
+        if engine.role == "actor" and on and short(shadow.get("dtype")) == "fp32":
+            yield "actor's shadow"
+
+
+@rule("dropout-in-update", "warning")
+def dropout_in_update(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """The trainer's forward drops elements where the rollout's does not: the ratio is not 1 before any update."""
+    if OmegaConf.select(config, ARITHMETIC_SETTING) == EXACT:  # not-exact says it there
+        return
+    for setting, key, rate in _rates(config, environment):
+        problem = f"an update drops {rate:.0%} of the elements ({key}), the rollout none: a mismatch in FP16 as in BF16"
+        remedy = f"Set {setting}=0.0, if need be with ++."
+        if setting.endswith("_path"):
+            remedy = f"Set lora_dropout to 0 in {setting}'s adapter_config.json."
+        yield Fault(setting, problem, "0.0", remedy, value=rate)
+
+
+def _rates(config: DictConfig, environment: Environment) -> Iterator[tuple[str, str, float]]:
+    """Yield setting, name and rate of each dropout that is above 0 in the trainer's model."""
+    model = config.actor_rollout_ref.model
+    over: Any = OmegaConf.to_container(model.get("override_config") or DictConfig({}))
+    for key, rate in _positive({**environment.model, **over}):
+        yield f"{MODEL}.override_config.{key}", key, rate
+    if model.get("lora_adapter_path"):
+        yield from ((f"{MODEL}.lora_adapter_path", key, rate) for key, rate in _positive(environment.adapter))
+    elif lora_rank(config) and engines(config)[0].strategy not in FSDP:  # verl's FSDP engines do not read it
+        yield from ((f"{MODEL}.lora.{key}", key, rate) for key, rate in _positive(model.get("lora") or {}))
+
+
+def _positive(content: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float]]:
+    for key, value in content.items():
+        name = f"{path}{key}"
+        if isinstance(value, Mapping):
+            yield from _positive(value, f"{name}.")
+        elif "drop" in str(key) and not str(key).startswith(OF_HEADS) and type(value) in (int, float) and value > 0:
+            yield name, float(value)
+
+
+@rule("adapter-misplaced")
+def adapter_misplaced(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """Not every module on which PEFT puts an adapter is wrapped by FSDP and is itself in the rollout.
+
+    FSDP2 makes a class of each module that it wraps, and verl has it wrap head and embeddings that are not tied. Tied
+    ones have two names and one matrix in the rollout: merged, an adapter on one of them would be on none or on both.
+    """
+    model, strategy = config.actor_rollout_ref.model, engines(config)[0].strategy
+    loaded = model.get("lora_adapter_path") is not None
+    if not (loaded or lora_rank(config)) or strategy not in FSDP or not environment.model:
+        return
+    adapter, name = (environment.adapter, "lora_adapter_path") if loaded else (model, "target_modules")
+    if not (heads := _heads(adapter)):
+        return
+    setting, tied = f"{MODEL}.{name}", _is_tied({**environment.model, **(model.get("override_config") or {})})
+    allowed = "modules of the layers, which are wrapped and sent"
+    without = "Train an adapter without it" if loaded else f"Set {setting}=all-linear"
+    if not tied if strategy == "fsdp2" else heads != "lm_head":
+        problem = f"{heads}: {strategy.upper()} cannot wrap a layer of PEFT's there, and the start fails"
+        yield Fault(setting, problem, allowed, f"{without}.")
+    if tied and lora_is_merged(config):
+        problem = f"{heads} is one matrix with another module (tie_word_embeddings): the rollout has one, you train two"
+        yield Fault(setting, problem, allowed, f"{without}, or set {MODEL}.lora.merge=False.")
+
+
+def _heads(adapter: Mapping[str, Any]) -> str:
+    """Return the head and the embeddings that an adapter is on, in words. PEFT's `all-linear` leaves the head out."""
+    targets, excluded = adapter.get("target_modules"), adapter.get("exclude_modules")
+    reached = [name for name in HEADS if _reaches(targets, name) and not _reaches(excluded, name)]
+    return " and ".join(name.rpartition(".")[2] for name in reached)
+
+
+def _reaches(targets: Any, name: str) -> bool:
+    """Return whether PEFT finds a module among targets: a pattern for the whole name, or ends of names."""
+    if isinstance(targets, str):
+        try:
+            return targets.lower() != "all-linear" and re.fullmatch(targets, name) is not None
+        except re.error:  # no pattern at all: PEFT raises it
+            return False
+    return any(name == str(target) or name.endswith(f".{target}") for target in targets or ())
+
+
+def _is_tied(model: Mapping[str, Any]) -> bool:
+    """Return whether head and embeddings are one, by `config.json`, or by what its type has where it is silent."""
+    if "tie_word_embeddings" in model or "model_type" not in model:
+        return bool(model.get("tie_word_embeddings"))
+    from transformers import CONFIG_MAPPING
+
+    kind = model["model_type"]
+    return kind in CONFIG_MAPPING and bool(getattr(CONFIG_MAPPING[kind](), "tie_word_embeddings", False))
 
 
 @rule("engine-settings")

@@ -1,4 +1,7 @@
-"""Features that a config asks for and that the installed hosts cannot give: a symbol of the ledger is not as tested."""
+"""Rules of what the trainers and hosts at hand cannot give: mains with other trainers, symbols that are not as tested.
+
+Other mains were run on a CPU with verl 0.9.1: docs/versions.md, Mains.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -6,35 +9,103 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.base import verl_config
 from verl_precision.base.files import table_of
-from verl_precision.base.verl_config import (
-    AGENT_LOOP,
-    BUFFER,
-    engines,
-    is_repeatable,
-    lora_is_merged,
-    trainer_to_start,
-    uses_adapter,
-)
-from verl_precision.check.rules.files import names_in
-from verl_precision.check.rules.rollout import replays_masks
-from verl_precision.check.rules.rule import Environment, Fault, rule
+from verl_precision.check.keys import keys_of, table_of_keys, unread_word
+from verl_precision.check.rules.rollout import MASKS, replays_masks
+from verl_precision.check.rules.rule import Environment, Fault, fault_of_error, rule
+from verl_precision.check.rules.tables import names_in
 from verl_precision.integration.ledger import CORE, REMEDY
-from verl_precision.integration.trainer.saving import saves
+from verl_precision.integration.trainer.saving import every_minutes, saves
 from verl_precision.losses.rollout_weights import WEIGHT_KINDS
 
+ALARM = "mismatch.alarm.on_alarm"
+REPLAY = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
+WITHOUT_PARTS = "main-without-parts"
+# They need more than `_compute_advantage` of verl 0.9.1 selects: greedy rewards, sums of squares, rewards by parts.
+NOT_GIVEN = ("remax", "optimal_token_baseline", "tir_optimal_token_baseline", "gdpo")
+_INSTEAD = "Start verl.trainer.main_ppo, with trainer.v1.trainer_mode=separate_async where the rollout has its own GPUs"
 # Feature -> setting, what to do without it, severity.
 FEATURES: dict[str, tuple[str, str, Any]] = table_of(__file__)
+
+
+@rule(WITHOUT_PARTS, "warning")
+def parts_of_a_main(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """The seams for trainers are those of verl's V1 trainer: without it nothing measures, or asks the canary."""
+    main = verl_config.other_trainer(config)
+    if main is None or not OmegaConf.select(config, "mismatch.enabled"):  # no preset is chosen
+        return
+    problem = (
+        f"{main} has another trainer. There act: precision and loss scale with their metrics, the loss, this check and "
+        "the layers of a weight sync. There do not: metrics and alarm of the mismatch, kept tokens, the canary, "
+        "checkpoints by time or signal"
+    )
+    remedy = f"{_instead(main)} for all of them; mismatch.enabled=False says that it is meant so."
+    yield Fault("mismatch.enabled", problem, "verl's V1 trainer", remedy)
+
+
+@rule("main-lacks-part")
+def asked_of_a_main(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """What a config asks of a trainer that is not started would not come, without a word."""
+    if (main := verl_config.other_trainer(config)) is None:
+        return
+    replayed = OmegaConf.select(config, REPLAY) in ("R2", "R3")
+    asked = {
+        ALARM: OmegaConf.select(config, ALARM, default="log") != "log",
+        "checkpoint.every_minutes": every_minutes(config) > 0 and (config.trainer.save_freq or 0) <= 0,
+        verl_config.SEEDED: verl_config.is_repeatable(config),
+        MASKS: bool(OmegaConf.select(config, MASKS)),
+        REPLAY: replayed and main != "trainer.use_v1=False",
+    }
+    for setting in (setting for setting, is_asked in asked.items() if is_asked):
+        remedy = f"{_instead(main)}, or leave the setting out."
+        yield Fault(setting, f"the trainer of {main} does not do it", "verl's V1 trainer", remedy)
+
+
+def _instead(main: str) -> str:
+    return "Set trainer.use_v1=True" if main.startswith("trainer.") else _INSTEAD
+
+
+@rule("advantage-not-computed")
+def advantage_not_computed(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """An advantage estimator that needs what the V1 trainer does not give it ends in the first step."""
+    name, others = str(config.algorithm.adv_estimator), "grpo, rloo, gae, reinforce_plus_plus, ..."
+    if config.trainer.get("use_v1", True) and name in NOT_GIVEN:
+        problem = f"verl's V1 trainer does not give {name} what it needs: the first step fails"
+        yield Fault("algorithm.adv_estimator", problem, others, f"Choose another estimator of advantages: {others}")
+
+
+@rule("adapter-not-loaded")
+def adapter_not_loaded(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """verl's FSDP engine builds an adapter where the rank is above 0, and loads one nowhere else."""
+    setting, actor = "actor_rollout_ref.model.lora_adapter_path", verl_config.engines(config)[0]
+    named = OmegaConf.select(config, setting) is not None
+    if named and verl_config.lora_rank(config) == 0 and actor.strategy in verl_config.FSDP:
+        problem = "lora_rank is 0: the adapter is never loaded, and the whole model is trained"
+        remedy = "Set actor_rollout_ref.model.lora_rank to the adapter's rank."
+        yield Fault(setting, problem, "null, or a lora_rank above 0", remedy)
+
+
+@rule("setting-moved")
+def legacy_rewards(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """verl has kept these blocks, and its main_ppo reads another: a reward function there is silently not used."""
+    for block in {old.partition(".")[0]: None for old in table_of_keys()["unread"]}:
+        node: Any = OmegaConf.to_container(config.get(block) or OmegaConf.create(), resolve=False)
+        for key in keys_of(node, f"{block}."):
+            value = OmegaConf.select(config, key)
+            if not isinstance(value, DictConfig) and (error := unread_word(config, key, value)) is not None:
+                yield fault_of_error(error)
 
 
 def asked_features(config: DictConfig) -> list[str]:
     """Return the features that a config asks for."""
     setting = {name: partial(OmegaConf.select, config, row[0]) for name, row in FEATURES.items() if row[0]}
-    on_cpu, mode, all_engines = config.trainer.device == "cpu", trainer_to_start(config), engines(config)
-    ours = mode if mode in FEATURES else ""
+    on_cpu, all_engines = config.trainer.device == "cpu", verl_config.engines(config)
+    ours = mode if (mode := verl_config.trainer_to_start(config)) in FEATURES else ""
     canary = bool(ours) and setting["canary"](default=1) != 0
     guarded = str(setting["weight_sync"]()).startswith("verl_precision.")
     shadow = setting["shadow"]() or {}
+    is_sorted = OmegaConf.select(config, verl_config.BUFFER) == "SortedReplayBuffer"
     asked = {
         CORE: True,
         "cpu": on_cpu,
@@ -42,18 +113,18 @@ def asked_features(config: DictConfig) -> list[str]:
         "loss_scale": any(each.our_fsdp and each.trains and each.compute == "fp16" for each in all_engines),
         "shadow": shadow.get("every_n_steps") or shadow.get("ratio_source") == "shadow",
         "megatron": any(each.strategy == "megatron" and each.ours for each in all_engines),
-        "lora.merge": lora_is_merged(config) and all_engines[0].our_fsdp,
+        "lora.merge": verl_config.lora_is_merged(config) and all_engines[0].our_fsdp,
         "arithmetic": setting["arithmetic"](default="native") != "native",
         "router_replay": on_cpu and setting["router_replay"](),
         "rollout_is=vp_*": setting["rollout_is=vp_*"]() in WEIGHT_KINDS,
         "adv_estimator=rloo": ours and config.algorithm.adv_estimator == "rloo" and _own_loops(config),
-        "repeatable": is_repeatable(config) or OmegaConf.select(config, BUFFER) == "SortedReplayBuffer",
-        "vp_single_turn": setting["vp_single_turn"]() == AGENT_LOOP,
+        "repeatable": verl_config.is_repeatable(config) or is_sorted,
+        "vp_single_turn": setting["vp_single_turn"]() == verl_config.AGENT_LOOP,
         "sampling_masks": replays_masks(config),
         "rewards": str(setting["rewards"]()).endswith((".boxed_answer", ".answer_tag")),
         "weight_sync": guarded,
         "weight_sync on accelerators": guarded and not on_cpu,
-        "weight_sync of adapters": guarded and uses_adapter(config),
+        "weight_sync of adapters": guarded and verl_config.uses_adapter(config),
         "canary": canary,
         "logger=file": ours and "file" in names_in(config, "trainer.logger"),
         "SIGTERM": ours and saves(config),
@@ -65,7 +136,7 @@ def asked_features(config: DictConfig) -> list[str]:
 def _own_loops(config: DictConfig) -> bool:
     """Whether there may be agent loops that return several outputs a session, which none of verl's nor ours does."""
     agent = config.actor_rollout_ref.rollout.agent
-    known = ("single_turn_agent", "tool_agent", AGENT_LOOP)
+    known = ("single_turn_agent", "tool_agent", verl_config.AGENT_LOOP)
     return agent.default_agent_loop not in known or agent.get("agent_loop_config_path") is not None
 
 

@@ -161,8 +161,7 @@ def gpu_bytes(config: DictConfig, environment: Environment) -> int | None:
 
 def chosen_scale(config: DictConfig) -> str:
     """Return the name of the scale that was chosen; empty for none."""
-    choices = OmegaConf.select(config, "hydra.runtime.choices") or {}
-    return next((str(choice) for group, choice in choices.items() if group.partition("@")[0] == "scale"), "")
+    return str(OmegaConf.select(config, "hydra.runtime.choices.scale") or "")
 
 
 @rule(OF_GPU)
@@ -182,10 +181,14 @@ def memory_training(config: DictConfig, environment: Environment) -> Iterator[Fa
     width = SINGLE if engine.compute == "fp32" else HALF
     share = engine_kwargs(config).get("gpu_memory_utilization", config.actor_rollout_ref.rollout.gpu_memory_utilization)
     awake = 0 if config.actor_rollout_ref.rollout.get("free_cache_engine", True) else int(share * memory)
+    of_model = config.actor_rollout_ref.model
+    activations = activation_bytes(model, tokens, width, bool(of_model.get("enable_gradient_checkpointing", True)))
+    if OmegaConf.select(of_model, "override_config.attn_implementation") == "sdpa" and of_model.use_remove_padding:
+        activations += (MASK if width == HALF else MASK_FP32) * tokens * tokens
     parts = {
         "weights, gradients and Adam's moments": state_bytes(model, shards, _state(config, engine)),
         "gathered layers": gathered_bytes(model, width),
-        "activations": _activations(config, model, tokens, width),
+        "activations": activations,
         "CUDA, NCCL and a sleeping vLLM": REST,
         "a vLLM that keeps its memory": awake,
     }
@@ -208,11 +211,3 @@ def _state(config: DictConfig, engine: Engine) -> int:
     if lora_rank(config):  # of frozen weights there are neither gradients nor moments, and no reference of its own
         return SINGLE
     return STATE + (SINGLE if len(engines(config)) > 1 else 0)
-
-
-def _activations(config: DictConfig, shape: ModelShape, tokens: int, width: int) -> int:
-    model = config.actor_rollout_ref.model
-    used = activation_bytes(shape, tokens, width, bool(model.get("enable_gradient_checkpointing", True)))
-    if (model.get("override_config") or {}).get("attn_implementation") == "sdpa" and model.use_remove_padding:
-        used += (MASK if width == HALF else MASK_FP32) * tokens * tokens
-    return used

@@ -96,7 +96,7 @@ def _ignored_in_bypass(config: DictConfig) -> list[str]:
 @rule("threshold-misread")
 def threshold_misread(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """`0.5_5` is a number to YAML: 0.55. So is `1e-9_3`: 1e-93. And one number below 1 is an empty k1 band."""
-    for path, correction in _corrections(config):
+    for path, correction in _corrections(config).items():
         rejects, setting = correction.get("rollout_rs_threshold"), f"{path}.rollout_rs_threshold"
         if "k1" in str(correction.get("rollout_rs")) and isinstance(rejects, int | float) and not rejects > 1:
             problem = "a k1 band goes from its reciprocal up to it: all is rejected. YAML reads 0.5_5 as 0.55"
@@ -121,7 +121,7 @@ def threshold_misread(config: DictConfig, environment: Environment) -> Iterator[
 @rule("k1-bounds-inverted")
 def k1_bounds_inverted(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """k1 is -log r, compared with [log lower, log upper]: a band keeps r in [1/upper, 1/lower]."""
-    for path, correction in _corrections(config):
+    for path, correction in _corrections(config).items():
         modes, value = correction.get("rollout_rs"), correction.get("rollout_rs_threshold")
         if not modes or not isinstance(value, str):
             continue
@@ -149,7 +149,7 @@ def _band(text: str) -> tuple[float, float] | None:
 @rule("loss-settings")
 def loss_settings(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """The clip range of a loss of this package, its threshold of rejection, and the log-probs that it weighs by."""
-    needs, own, loss = _needs(config), _loss_correction(config), _loss(config)
+    needs, own, loss = _needs(config), _corrections(config)[LOSS_CORRECTION], _loss(config)
     if "clip_low" in needs:
         actor = config.actor_rollout_ref.actor
         yield from faults_raised_by(limits.require_clip_range, actor.clip_ratio_low, actor.clip_ratio_high)
@@ -203,10 +203,6 @@ def _correction(config: DictConfig) -> DictConfig:
     return config.algorithm.get("rollout_correction") or DictConfig({})
 
 
-def _loss_correction(config: DictConfig) -> DictConfig:
-    return config.actor_rollout_ref.actor.policy_loss.get("rollout_correction") or DictConfig({})
-
-
-def _corrections(config: DictConfig) -> Iterator[tuple[str, DictConfig]]:
-    yield CORRECTION, _correction(config)
-    yield LOSS_CORRECTION, _loss_correction(config)
+def _corrections(config: DictConfig) -> dict[str, DictConfig]:
+    """Return verl's own block of settings, and the loss's copy, by their names."""
+    return {path: OmegaConf.select(config, path) or DictConfig({}) for path in (CORRECTION, LOSS_CORRECTION)}

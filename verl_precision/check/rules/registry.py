@@ -1,8 +1,13 @@
-"""All rules, and the function that asks them."""
+"""All rules, the function that asks them, and what a preset has to do with the answers: one finding for one cause.
+
+The rules of presets stand here: what of them is not in force, because a word or another loss wins.
+"""
 
 import importlib
 import pkgutil
-from collections.abc import Collection
+import re
+from collections.abc import Callable, Collection, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
@@ -11,10 +16,11 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.extensions import features_asked_for
 from verl_precision.check import rules
 from verl_precision.check.rules.gpu_memory import OF_GPU
-from verl_precision.check.rules.presets import one_for_a_cause, without_chosen
-from verl_precision.check.rules.rule import RULES, Environment, Fault, Rule
+from verl_precision.check.rules.rule import RULES, Environment, Fault, Rule, Severity, rule
 from verl_precision.check.rules.run import made_by_a_script
+from verl_precision.check.who_decides import WIN, put_presets_over_words, shown, winning_words
 from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
+from verl_precision.presets import preset_groups
 
 # Every module of the folder adds its rules to `RULES` when it is imported.
 for _module in pkgutil.iter_modules(rules.__path__, f"{rules.__name__}."):
@@ -30,6 +36,24 @@ PROMISED = (
     "actor_rollout_ref.actor.fsdp_config.learning_rate_ess_base",
     *(f"{ARITHMETIC_SETTING}:{arithmetic}" for arithmetic in ("exact", "rounded_once")),
     "weight_sync.rounding:stochastic",
+)
+NAME = "preset-overruled"
+OF_PRESETS = (NAME, "preset-not-in-force")
+MEANT = " If it is meant, add +presets=yield."
+# What follows where a word wins: end of the setting's path, how serious it is, in a few words. The first that fits.
+_EFFECTS: tuple[tuple[str, Severity, str], ...] = (
+    (r"policy_loss\.loss_mode", "error", "another loss is trained, and the preset's is not in force at all"),
+    (r"bypass_mode", "error", "the ratio has another denominator"),
+    (r"algorithm\.rollout_correction(\.\w+)?", "error", "the loss gets other rollout weights"),
+    (r"adv_estimator|norm_adv_by_std_in_grpo", "error", "another advantage is trained"),
+    (r"worker_extension_cls|send_weight_manifest", "warning", "the weight-sync guard is off"),
+    (r"fsdp(_config)?\._target_", "warning", "this package's engine is off, and with it the weight-sync guard"),
+    (r"use_kl_loss|use_kl_in_reward|kl_\w+", "warning", "the KL term is another one"),
+    (r"entropy_coeff", "warning", "the entropy term is another one"),
+    (r"loss_agg_mode|loss_scale_factor", "warning", "tokens and responses are weighed otherwise"),
+    (r"clip_ratio\w*|rollout_is_threshold|rollout_rs_threshold", "warning", "the loss clips elsewhere"),
+    (r"\w*dtype", "warning", "this part computes in another dtype"),
+    (r"\w+", "warning", "this part of the preset is not in force"),
 )
 
 
@@ -54,11 +78,11 @@ def _ask(
 ) -> list[Fault]:
     """Ask the rules of some names, or all."""
     faults: list[Fault] = []
-    for rule in sorted(RULES, key=lambda each: (each.name not in FIRST, each.name)):
-        if not names or rule.name in names:
-            found = rule.answer(config, environment)
-            if rule.of_machine and not this_machine:
-                found = [_of_this_machine(fault, rule, config, environment.elsewhere) for fault in found]
+    for each in sorted(RULES, key=lambda of: (of.name not in FIRST, of.name)):
+        if not names or each.name in names:
+            found = each.answer(config, environment)
+            if each.of_machine and not this_machine:
+                found = [_of_this_machine(fault, each, config, environment.elsewhere) for fault in found]
             faults += found
     if any(_refuses_the_loss(each) for each in faults):  # whose setting is corrected first
         faults = [each for each in faults if each.name != "loss-unusable"]
@@ -84,3 +108,87 @@ def _of_this_machine(fault: Fault, rule: Rule, config: DictConfig, elsewhere: st
     if fault.severity != "error" or (rule.name == "model-missing" and not made_by_a_script(config)):
         return fault
     return replace(fault, severity="warning")
+
+
+@rule(NAME, "warning")
+def preset_overruled(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """Hydra lets words of the command win over presets, and says nothing of it."""
+    wins = OmegaConf.select(config, WIN)
+    found = [each for each in winning_words(config) if each.contradicts] if wins is not False else []
+    if wins and found:  # they were not replaced
+        problem = "Hydra's multirun has no moment at which presets could replace words of the command"
+        remedy = f"Start the runs one by one, or leave out {' '.join(dict.fromkeys(each.word for each in found))}."
+        yield Fault(WIN, problem, "a single run", remedy, severity="error")
+        return
+    for each in found:
+        fits = ((how, what) for end, how, what in _EFFECTS if re.search(rf"(^|\.)({end})$", each.setting))
+        severity, effect = next(fits)
+        word = "the command's word" if each.word.lstrip("+").startswith(f"{each.setting}=") else shown(each.word)
+        problem = f"{word} wins over {each.preset}, which has {each.wanted}: {effect}"
+        remedy = f"Leave out {shown(each.word)}, or add +presets=win.{MEANT}"
+        allowed = f"{each.wanted}, the preset's"
+        yield Fault(each.setting, problem, allowed, remedy, value=each.value, severity=severity)
+
+
+@rule(OF_PRESETS[1])
+def distilled(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """Distillation puts a loss of its own in place of the estimator's, or beside it."""
+    choice = OmegaConf.select(config, "hydra.runtime.choices.estimator")
+    distillation = config.get("distillation") or {}
+    loss = distillation.get("distillation_loss") or {}
+    tasks, gradient = loss.get("use_task_rewards", True), loss.get("use_policy_gradient", False)
+    if not choice or not distillation.get("enabled") or OmegaConf.select(config, WIN) is False:
+        return
+    setting, kind = "distillation.enabled", f"the divergence {loss.get('loss_mode')} to a teacher"
+    if gradient:
+        setting = "distillation.distillation_loss.use_policy_gradient"
+        kind = f"a policy gradient towards a teacher with verl's {loss.get('policy_loss_mode')}"
+    problem = f"verl trains {kind}, {'beside' if tasks else 'and not'} the loss of estimator={choice}"
+    remedy = f"Leave out the distillation, or the estimator.{MEANT}"
+    severity: Severity = "warning" if tasks and not gradient else "error"
+    yield Fault(setting, problem, "False", remedy, severity=severity)
+
+
+def one_for_a_cause(
+    config: DictConfig, faults: list[Fault], ask: Callable[[DictConfig, Collection[str]], list[Fault]]
+) -> Iterator[Fault]:
+    """Yield the faults of a config, but one for each word that wins over a preset, and none for what follows from it.
+
+    What follows is what is gone where the presets win; of that the rules that found something are asked again. Another
+    rule that blames the word's own setting knows the effect better: the two become one.
+    """
+    words = {each.setting: each for each in faults if each.name == NAME and each.setting != WIN}
+    if not words:
+        yield from faults
+        return
+    worst = min(each.rank for each in words.values())
+    found = {each.name for each in faults} - {NAME}
+    put_presets_over_words(changed := deepcopy(config))
+    left = {(each.name, each.setting) for each in ask(changed, found)} if found else set()
+    for fault in faults:
+        others = [each for each in faults if each.setting == fault.setting and each.name != NAME]
+        if fault.name == NAME:
+            yield _joined(fault, min(others, key=lambda each: each.rank)) if others else fault
+        elif fault.severity == "unchecked" or (fault.setting not in words and fault.rank < worst):
+            yield fault
+        elif fault.setting not in words and (fault.name, fault.setting) in left:
+            yield fault
+
+
+def _joined(word: Fault, other: Fault) -> Fault:
+    """Return the graver of two faults of one setting, which says both, with the remedy of the word."""
+    graver = min(other, word, key=lambda each: each.rank)
+    problem = f"{word.problem.rpartition(': ')[0]}: {other.problem}"
+    remedy = word.remedy if graver is word else word.remedy.partition(MEANT)[0]  # the other rule refuses it anyway
+    return replace(graver, problem=problem, remedy=remedy)
+
+
+def without_chosen(fault: Fault, config: DictConfig) -> Fault:
+    """Return a fault whose remedy asks for no preset that is chosen: something replaces a part of that one."""
+    choices = OmegaConf.select(config, "hydra.runtime.choices") or {}
+    for group in preset_groups():
+        asks = rf"a {group} preset|(?<![\w.]){group}=(\w+(, | or ))*{choices.get(group)}\b"
+        if group in choices and re.search(asks, fault.remedy):
+            name = f"{group}={choices[group]}"
+            return replace(fault, remedy=f"Leave out {fault.setting}, or what else replaces a part of {name}.")
+    return fault

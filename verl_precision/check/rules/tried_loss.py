@@ -38,9 +38,6 @@ def loss_unusable(config: DictConfig, environment: Environment) -> Iterator[Faul
         allowed = "a loss that returns a scalar with a gradient, and a dictionary of metrics"
         remedy = "Correct it, or the setting that its message names."
         yield Fault(LOSS, f"{said}. The first update ends so", allowed, remedy)
-    if tried.replaced:  # verl's registry keeps the last loss of a name
-        problem = f"{tried.owner} is registered under the name of a loss of this package, and runs in its place"
-        yield Fault(LOSS, problem, "a name of its own, without vp_", "Register it under another name.")
     if (trial := tried.trial) is None:
         return
     if trial.nonfinite:

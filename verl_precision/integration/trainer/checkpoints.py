@@ -127,9 +127,3 @@ def adopt_earlier(checkpoint_manager: Any, local_path: str, keep: int | None) ->
     if half or whole:
         logger.info("of earlier starts, counted among the %d that are kept: %s", keep, [p.name for p in half + whole])
     checkpoint_manager.previous_saved_paths = [*(str(path / new.name) for path in half + whole), *known]
-
-
-def removable_bytes(folder: Path) -> int:
-    """Return the bytes of a folder's checkpoints that are not marked to be kept."""
-    paths = [path for path in checkpoints_in(folder).values() if not (path / MARK).exists()]
-    return sum(file.stat().st_size for path in paths for file in path.rglob("*") if file.is_file())

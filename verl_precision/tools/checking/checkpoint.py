@@ -89,12 +89,8 @@ def audit_checkpoint(path: Path, track: Callable[[list], Iterable] = iter) -> Ch
         except (SafetensorError, OSError) as error:
             problem, remedy = f"{file} is not a readable safetensors file ({error})", "Download the checkpoint again."
             raise ConfigurationError(problem, setting="--model", value=path, remedy=remedy) from error
-    return CheckpointReport(path, worst_first(tensors), skipped)
-
-
-def worst_first(tensors: list[TensorReport]) -> list[TensorReport]:
-    """Return tensors in the order in which they are shown."""
-    return sorted(tensors, key=lambda tensor: (tensor.lost, tensor.flushed, tensor.largest), reverse=True)
+    tensors.sort(key=lambda tensor: (tensor.lost, tensor.flushed, tensor.largest), reverse=True)
+    return CheckpointReport(path, tensors, skipped)
 
 
 def _files_of(path: Path) -> list[Path]:

@@ -18,8 +18,8 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_precision.base.errors import ConfigurationError, VerlPrecisionError
 from verl_precision.base.files import table_of
 from verl_precision.base.versions import installed_version, require_packages
-from verl_precision.check.composition import require_complete, require_overrides, unresolved
-from verl_precision.check.winning_words import let_presets_win
+from verl_precision.check.keys import require_complete, require_overrides, unresolved
+from verl_precision.check.who_decides import let_presets_win
 from verl_precision.tools.checking.words import wrong_words
 
 MAIN = "verl.trainer.main_ppo"

@@ -137,7 +137,7 @@ class Node:
 
 def needs_of(config: DictConfig, paths: Sequence[str]) -> tuple[int, int, list[str]]:
     """Return the nodes, the GPUs of each, and the files and folders, beside `paths`, that a composed recipe needs."""
-    from verl_precision.check.rules.files import named_files
+    from verl_precision.check.rules.tables import named_files
 
     model = str(config.actor_rollout_ref.model.path)
     files = [*(name for _, name in named_files(config)), *([model] if Path(model).expanduser().is_dir() else [])]

@@ -67,7 +67,7 @@ def check(
         if model is not None:
             ok = _check_model(model, as_json)
         elif words:
-            ok = _check_recipe(words, (gpu, model_config), as_json)
+            ok = _check_recipe(words, gpu, model_config, as_json)
         elif cluster is None:
             ok = _check_installation(as_json)
         if cluster is not None:
@@ -75,17 +75,17 @@ def check(
     raise Exit(0 if ok else 1)
 
 
-def _check_recipe(words: list[str], meant: tuple[str | None, Path | None], as_json: bool) -> bool:
+def _check_recipe(words: list[str], gpu: str | None, model_config: Path | None, as_json: bool) -> bool:
     from verl_precision.base.versions import require_verl
 
     try:
         require_verl("a check of a config")
         from verl_precision.check.rules.rule import fault_of_error
         from verl_precision.tools.checking.composing import read_command
-        from verl_precision.tools.checking.recipe_config import Meant, check_command
+        from verl_precision.tools.checking.recipe_config import check_command
 
         gone: list[ConfigurationError] = []
-        report = check_command(*read_command(words, gone), Meant(*meant), words)
+        report = check_command(*read_command(words, gone), words, gpu=gpu, model_config=model_config)
         report.faults[:0] = [fault_of_error(error, "main-gone", "error") for error in gone]
     except VerlPrecisionError as error:
         if not as_json:

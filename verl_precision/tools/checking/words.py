@@ -7,11 +7,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -19,8 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.check.keys import keys_of, row_of, unread_word
 from verl_precision.check.rules.rule import Fault, Severity, fault_of_error
-from verl_precision.check.who_decides import Origin, decisions
-from verl_precision.check.winning_words import is_option
+from verl_precision.check.who_decides import decisions, is_option
 from verl_precision.presets import preset_groups, preset_names
 
 # Blocks whose content verl hands to somebody else, vLLM, Ray, transformers or a user's class: any key may be read.
@@ -37,14 +34,15 @@ def wrong_words(
     """
     try:
         words = OverridesParser.create().parse_overrides(list(overrides))
-        there = OmegaConf.to_container(composed([]).hydra.runtime.choices)
-        groups = [word for word in words if _is_group(word, there)]
+        there, ours = OmegaConf.to_container(composed([]).hydra.runtime.choices), preset_groups()
+        groups = [word for word in words if word.key_or_group in {*there, *ours} and not isinstance(word.value(), dict)]
         twice = [word for word in groups if word.is_add() and word.key_or_group in there]
         config = composed([word.input_line for word in groups if word not in twice])
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError):
         return [], OmegaConf.create()
     known = set(keys_of(OmegaConf.to_container(config, resolve=False)))
-    origins = {key: each for key, each in decisions(config).origins.items() if _is_meant(key, each)}
+    told = decisions(config).origins.items()
+    origins = {key: each for key, each in told if each.group not in ("", "scale") and not is_option(key, each)}
     errors: dict[str, ConfigurationError] = {}
     for word in words:
         key, value, given = word.key_or_group, word.value(), word.input_line.partition("=")[2] or "VALUE"
@@ -67,14 +65,6 @@ def wrong_words(
     if found:
         found += filter(None, (unread_word(config, *word.partition("=")[::2]) for word in overrides))
     return found, config
-
-
-def _is_group(word: Override, there: Any) -> bool:
-    return word.key_or_group in {*there, *preset_groups()} and not isinstance(word.value(), dict)
-
-
-def _is_meant(setting: str, origin: Origin) -> bool:
-    return origin.group not in ("", "scale") and not is_option(setting, origin)
 
 
 def unknown(key: str, value: str, every: Iterable[str], deleted: bool = False) -> ConfigurationError:

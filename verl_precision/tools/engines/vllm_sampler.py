@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from verl_precision.base.dtypes import long
-from verl_precision.check.rules.attention import gated_delta_nets
+from verl_precision.check.rules.engine import gated_delta_nets
 from verl_precision.integration.ledger import require_feature
 from verl_precision.tools.engines.engine import Response, SampleRequest, SamplerSettings, prepare_process
 from verl_precision.tools.engines.model import model_location

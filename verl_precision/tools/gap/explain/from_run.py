@@ -10,7 +10,7 @@ from rich.console import Console
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.options import as_options
 from verl_precision.base.verl_config import FSDP, engine_kwargs, engines, lora_rank, rollout_dtype
-from verl_precision.check.rules.attention import attention_of
+from verl_precision.check.rules.engine import attention_of
 from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 from verl_precision.tools.checking.composing import recorded_config
 from verl_precision.tools.gap.explain.settings import Explanation

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.settings import require_each_once
-from verl_precision.check.composition import require_overrides
+from verl_precision.check.keys import require_overrides
 from verl_precision.presets import preset_names
 from verl_precision.tools.checking.composing import read_recipe, require_recipe
 
