@@ -110,6 +110,12 @@ def test_a_report_is_written_again_and_nothing_else_is_written_over(type_in, tmp
     assert type_in(*command, "--force")[0] == 0 and MARK in page.read_text()
 
 
+def test_no_part_of_a_folder_is_taken_for_a_style():
+    with console.capture() as said:
+        console.print("written in /a[/b]/c[red]/12[3]", soft_wrap=True)
+    assert said.get() == "written in /a[/b]/c[red]/12[3]\n"
+
+
 @pytest.mark.parametrize("command", [
     "watch RUN", "report RUN --output OUT", "compare recipes/quickstart/quickstart.yaml --output OUT",
     "mismatch --model m --output OUT",

@@ -13,6 +13,7 @@ import pytest
 from rubbish import FOREIGN
 
 from verl_precision.base import owner
+from verl_precision.base.errors import ConfigurationError
 
 HOLD = """
 import sys
@@ -90,6 +91,14 @@ def test_whatever_is_written_into_the_file_of_a_held_folder_it_stays_held(tmp_pa
             assert holder.process == (first.pid if content.strip().endswith(mine.strip()) else 0), (
                 "named, or nobody else is"
             )
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_refused_by_name(tmp_path, make):
+    make(tmp_path / owner.OWNER_FILE)
+    with pytest.raises(ConfigurationError, match=r"owner\.txt: it is no regular file"):
+        owner.take(tmp_path)
+    assert not owner.owned_here(tmp_path)
 
 
 def test_a_line_of_a_later_version_names_its_owner_and_rubbish_nobody(tmp_path):

@@ -3,9 +3,10 @@ With `repeatable=bitwise` the weights are those of a run that was not ended, bit
 
 A job of Slurm (a stand-in on this machine) comes to its time limit, and `compare` is killed, once each; what the
 second has done twice is bit for bit the same. `make test-matrix` has a job ended ten times, by SIGTERM, by its time
-limit and by kill -9, at random moments, beside one that was never ended.
+limit and by kill -9, at random moments, beside one that was never ended; and `compare`, by four signals.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -185,6 +186,26 @@ def test_sigterm_ends_everything_and_says_where_results_are(tmp_path, own_proces
     assert process.returncode - 128 in both, seen + rest
     assert "every process of the run has ended" in rest and str(tmp_path) in rest.replace("\n", "")
     assert own_processes() == [] and not list(temporary.glob("vp-*"))
+
+
+@pytest.mark.matrix
+def test_compare_ended_at_ten_random_moments_leaves_nothing_and_goes_on(
+    tmp_path, own_processes, hear_signals, temporary
+):
+    command = [*COMPARE, *SETTINGS, "--output", str(tmp_path)]
+    former, random_moments = None, random.Random(int(os.environ.get("SEED", "48")))
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGKILL, signal.SIGINT, signal.SIGKILL) * 2:
+        with subprocess.Popen(command, preexec_fn=hear_signals) as process:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(random_moments.uniform(0, 150))
+            process.send_signal(number)
+        assert process.returncode in (0, -number, 128 + number)
+        if signal.SIGKILL not in (former, number):
+            assert own_processes() == [] and not list(temporary.glob("vp-*"))
+        former = number
+    subprocess.run(command, check=True)
+    assert own_processes() == [] and not list(temporary.glob("vp-*"))
+    assert any((folder / "summary.json").exists() for folder in (tmp_path / "quickstart").iterdir())
 
 
 def test_compare_goes_on_when_the_command_itself_was_killed(tmp_path, own_processes, temporary):

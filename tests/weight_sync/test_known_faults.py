@@ -283,6 +283,22 @@ def test_weights_changed_after_the_guard_looked(four):
     assert four.canary().problems == ()
 
 
+def _exchange_two_experts(model: torch.nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if "layers.1." in name and name.endswith(("w13_weight", "w2_weight")):
+            parameter.data[[0, 1]] = parameter.data[[1, 0]].clone()
+
+
+def test_two_experts_of_one_layer_change_places_after_the_guard_looked(moe):
+    """Of a gap that is small beside what another model has, and large beside this run's own healthy gaps."""
+    moe.sync()
+    assert moe.canary().problems == ()
+    moe.engines[0].apply_model(_exchange_two_experts)
+    assert moe.canary().problems[0].startswith("replica 0: its served log-probs differ")
+    moe.engines[0].apply_model(_exchange_two_experts)
+    assert moe.canary().problems == ()
+
+
 @needs_adapters
 def test_an_adapter_that_vllm_does_not_hold(adapted, monkeypatch):
     """During a sync the bits name it, after one the canary does."""

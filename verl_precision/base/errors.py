@@ -10,9 +10,7 @@ def describe(problem: str, setting: str = "", value: object = None, allowed: str
     """Return the one text that errors and findings of `check` have for a user; fields as in `VerlPrecisionError`."""
     head = ": ".join(filter(None, (subject(setting, value), problem)))
     parts = [part for part in (head, allowed and f"Allowed: {allowed}", remedy) if part]
-    if parts == [head]:
-        return head
-    return " ".join(map(sentence, parts))
+    return head if parts == [head] else " ".join(map(sentence, parts))
 
 
 def filled(words: Mapping[str, str], **names: object) -> dict[str, str]:

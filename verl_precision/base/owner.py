@@ -25,6 +25,7 @@ from typing import IO
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
+from verl_precision.base.files import require_regular
 from verl_precision.base.state import MOST_BYTES, read_state
 
 OWNER_FILE = "owner.txt"
@@ -95,6 +96,7 @@ def _take(folder: Path, needs_locks: bool) -> Owner | None:
         if owned_here(folder):
             return _last(_held[_key(folder)])
         folder.mkdir(parents=True, exist_ok=True)
+        require_regular(folder / OWNER_FILE)
         file = (folder / OWNER_FILE).open("ab+")  # NFS locks only a file that is open for writing
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

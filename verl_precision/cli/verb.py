@@ -103,8 +103,8 @@ app = Typer(
     context_settings=_HELP,
     **_LOOK,  # type: ignore[arg-type]
 )
-console = Console(width=None if sys.stdout.isatty() else 120, emoji=False)
-errors = Console(stderr=True, emoji=False)  # host:1234: is none
+console = Console(width=None if sys.stdout.isatty() else 120, emoji=False, markup=False)
+errors = Console(stderr=True, emoji=False, markup=False)  # host:1234: is none, nor is a[b] a style
 FIGURES, ENGINES = ("jinja2", "matplotlib"), ("torch", "transformers", "vllm")  # packages that verbs need
 _PROGRESS_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # huggingface_hub and transformers read it when they are imported
 

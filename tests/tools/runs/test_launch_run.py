@@ -90,7 +90,7 @@ def stand_in(tmp_path, hear_signals, monkeypatch):
     return start
 
 
-@pytest.mark.parametrize("numbers", [[signal.SIGHUP], [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]])
+@pytest.mark.parametrize("numbers", [[signal.SIGHUP], [signal.SIGINT], [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]])
 def test_a_signal_ends_every_process_and_leaves_no_folder_and_another_changes_nothing(stand_in, tmp_path, numbers):
     process, mark = stand_in()
     with subprocess.Popen(["sleep", "600"], env={launch.RUN_MARK: uuid.uuid4().hex}) as of_another_run:

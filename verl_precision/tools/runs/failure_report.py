@@ -20,9 +20,9 @@ LINES = 10
 _CAUSE_WIDTH, _ECHO_WIDTH, _MESSAGE_LINES = 1200, 200, 10
 # Of a huge log the end is read; of a line the beginning; and a traceback with more lines of others in it is over.
 _LOG_BYTES, _LINE_CHARACTERS, _BETWEEN = 2**25, 4000, 20
-
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
-_LEVEL = "DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL|[DIWEF]"
+# What is no text, and a progress bar before another's text.
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]|^[^|]*\d+%\|[^\[]*\[[^]]*\](?=\S)")
+_LEVEL = "DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL|[DIWEFC]"
 # Who speaks: Ray's "(WorkerDict pid=1, ip=192.0.2.1) ", vLLM's "(EngineCore pid=2) ", torch's "[rank3]: ".
 _SPEAKER = re.compile(r"^(?:\((?:(?:(?P<name>\S+) )?pid=\d+|raylet)(?:, ip=[\w.:]+)?\)|\[(?:rank|default)\d+\]:) ?")
 # Then the logger's own words: of vLLM, verl and uvicorn, Python and Hydra and Ray, C++.
@@ -34,7 +34,7 @@ _LOGGER = re.compile(
 )
 _REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 _GROUP = re.compile(r"^ *(?:\| ?|\+ (?=Exception Group)|\+[-+]+(?: \d+ -+)?$)")  # what an exception group is drawn with
-_TRACEBACK = re.compile(r"(?:Exception Group )?Traceback \(most recent call last\):$|ray::\S+\(\) \(pid=")
+_TRACEBACK = re.compile(r"(?:Exception Group )?Traceback \(most recent call last\)(?::$| ─)|ray::\S+\(\) \(pid=")
 _FRAME = re.compile(r'^\s+File "(.+)", line (\d+), in (.+)')
 _RAISE = re.compile(r"^\s+(?:raise\b|[~^]+$)")  # a source line that says no more than the error
 
@@ -139,7 +139,7 @@ class _Log:
             words = words[match.end() :]
         if _TRACEBACK.search(words):
             process.frames, process.error, process.between = deque(maxlen=LINES), None, 0
-        elif process.frames is not None and words.startswith(" "):
+        elif process.frames is not None and words.startswith((" ", "│")):
             if frame := _FRAME.match(words):
                 process.frames.append(f"{frame[1]}:{frame[2]} in {frame[3]}")
             elif process.frames and ": " not in process.frames[-1] and not _RAISE.match(words):

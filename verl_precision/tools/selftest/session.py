@@ -56,7 +56,7 @@ def run_selftest(folder: Path, device: str, names: Sequence[str], console: Conso
         outcomes.append(_outcome(check, device, folder))
         report = {**machine, "checks": [asdict(outcome) for outcome in outcomes]}
         write_file(folder / REPORT, json.dumps(report, indent=2) + "\n", replace=True)
-        console.print(outcomes[-1].line, highlight=False, soft_wrap=True)
+        console.print(outcomes[-1].line, markup=True, highlight=False, soft_wrap=True)
     return outcomes
 
 
