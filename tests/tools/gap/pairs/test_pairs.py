@@ -14,7 +14,7 @@ from verl_precision.tools.gap.pairs import session
 from verl_precision.tools.gap.pairs.figures import write_figures
 from verl_precision.tools.gap.pairs.measure import measure, ranked
 from verl_precision.tools.gap.pairs.session import cells, growth_cells, markdown, summary
-from verl_precision.tools.gap.pairs.settings import MismatchJob
+from verl_precision.tools.gap.settings import MismatchJob
 from verl_precision.tools.jobs import job
 from verl_precision.tools.jobs.job import Series
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from verl_precision.base.dtypes import EXACT
 from verl_precision.base.terminal import paragraph
 from verl_precision.tools.gap.explain.judge import Finding, Result
-from verl_precision.tools.gap.explain.settings import Explanation
+from verl_precision.tools.gap.settings import Explanation
 from verl_precision.tools.show.tables import percent_text, short_text, terminal_table, write_json
 
 FILE = "explanation.json"
@@ -60,8 +60,7 @@ def show(job: Explanation, result: Result, console: Console) -> None:
     faults = {number for number, finding in enumerate(result.findings) if finding.fault}
     console.print(terminal_table(_COLUMNS, rows(result), red=faults))
     for each in advice(result):
-        seen = f" Seen: {each.evidence}." if each.evidence else ""
-        say(f"{each.variant.cause}: {each.cause.remedy}. Effect: {each.cause.effect}.{seen}")
+        say(f"{each.variant.cause}: {each.cause.remedy}. Effect: {each.cause.effect}.")
     if left_out := result.attribution.left_out:
         say(f"{left_out} tokens have no finite log-prob in some variant, and are left out.")
 
@@ -74,7 +73,7 @@ def write(folder: Path, job: Explanation, result: Result, envelope: Mapping[str,
             "cause": each.variant.cause, "what": each.cause.title, "changed": each.variant.words, "fault": each.fault,
             "size_nats": each.part.size, "expected_nats": each.expected, "nats": each.part.nats, "k3": each.part.k3,
             "k3_without": each.part.without, "share": whole.share(each.part), "equal_fraction": each.part.equal,
-            "evidence": each.evidence, "remedy": each.cause.remedy, "effect": each.cause.effect,
+            "remedy": each.cause.remedy, "effect": each.cause.effect,
         }
         for each in result.findings
     ]  # fmt: skip

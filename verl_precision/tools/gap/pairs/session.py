@@ -14,7 +14,7 @@ from verl_precision.tools.engines.model import find_model
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 from verl_precision.tools.gap.pairs.figures import write_figures
 from verl_precision.tools.gap.pairs.measure import Pair, measure, ranked
-from verl_precision.tools.gap.pairs.settings import MismatchJob
+from verl_precision.tools.gap.settings import MismatchJob
 from verl_precision.tools.jobs.job import Job, Series, open_store
 from verl_precision.tools.jobs.problems import prompt_tokens
 from verl_precision.tools.show.tables import finite, markdown_page, markdown_table
