@@ -4,7 +4,6 @@ A line of the journal is {dtype, problem, response, tokens, finish_reason, corre
 context, in the order of the settings.
 """
 
-from collections import defaultdict
 from functools import partial
 
 import pandas as pd
@@ -16,7 +15,6 @@ from verl_precision.tools.engines.engine import Response, SampleRequest, Sampler
 from verl_precision.tools.engines.model import load_tokenizer
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 from verl_precision.tools.evaluate import accuracy
-from verl_precision.tools.evaluate.accuracy import Drawn, Outcomes
 from verl_precision.tools.evaluate.judging import Judging
 from verl_precision.tools.evaluate.settings import Evaluation
 from verl_precision.tools.jobs.job import Job, Tasks, recorded_versions
@@ -43,7 +41,7 @@ def evaluate(evaluation: Evaluation, console: Console) -> pd.DataFrame:
     digests = {name: each.digest for name, each in data.items()}
     of_job = {"data": digests, "model_fingerprint": judging.model.fingerprint, **recorded_versions()}
     with job.journal(judging.settings() | of_job) as journal:
-        outcomes = _read_outcomes(journal, evaluation, judging)
+        finished = _finished(journal, evaluation, judging)
         for dtype in evaluation.dtypes:
             sampler = SamplerSettings(
                 model=evaluation.model,
@@ -52,42 +50,43 @@ def evaluate(evaluation: Evaluation, console: Console) -> pd.DataFrame:
                 temperature=evaluation.temperature,
                 top_p=evaluation.top_p,
             )
-            tasks = _Responses(evaluation, dtype, judging, outcomes[dtype], journal)
+            tasks = _Responses(evaluation, dtype, judging, finished[dtype], journal)
             job.complete(f"sample-{dtype}", [tasks], partial(VllmEngine, sampler))
+        records = pd.DataFrame(journal.records(_FIELDS))
 
     sets = {name: [problem.identifier for problem in each] for name, each in judging.sets.items()}
-    drawn = accuracy.responses(evaluation, sets, judging.prompts, outcomes)
+    drawn = accuracy.responses(evaluation, sets, judging.prompts, records)
     table = accuracy.markdown(evaluation, drawn, judging.left_out, installed_versions())
     job.write(accuracy.summary(drawn, judging.left_out), table)
     job.show_written(["table.md", "summary.json"])
     return drawn
 
 
-def _read_outcomes(journal: Journal, evaluation: Evaluation, judging: Judging) -> Outcomes:
-    """Return what the journal has; a line of no response of this job is an error."""
-    outcomes: Outcomes = defaultdict(dict)
+def _finished(journal: Journal, evaluation: Evaluation, judging: Judging) -> dict[str, set[Key]]:
+    """Return which responses the journal has in each dtype; a line of no response of this job is an error."""
+    finished: dict[str, set[Key]] = {dtype: set() for dtype in evaluation.dtypes}
     for record in journal.records(_FIELDS):
         dtype, problem, response = record["dtype"], record["problem"], record["response"]
         known = dtype in evaluation.dtypes and problem in judging.problems and 0 <= response < evaluation.responses
-        if not known or [type(each) for each in record["correct"]] != [bool] * len(evaluation.contexts):
-            words = f"{journal.path}: response {response} to problem {problem} in {dtype} is none of this job's"
+        twice = known and (problem, response) in finished[dtype]
+        if twice or not known or [type(each) for each in record["correct"]] != [bool] * len(evaluation.contexts):
+            words = f"{journal.path}: response {response} to problem {problem} in {dtype} is none of this job's, or there twice"
             raise CheckpointStateError(words, allowed="one verdict for each context", remedy=START_AGAIN)
-        cut = record["finish_reason"] == "length"
-        outcomes[dtype][problem, response] = Drawn(record["tokens"], cut, tuple(record["correct"]))
-    return outcomes
+        finished[dtype].add((problem, response))
+    return finished
 
 
 class _Responses(Tasks):
     """The responses of one dtype to all problems; those to one problem come one after the other."""
 
     def __init__(
-        self, evaluation: Evaluation, dtype: str, judging: Judging, drawn: dict[Key, Drawn], journal: Journal
+        self, evaluation: Evaluation, dtype: str, judging: Judging, finished: set[Key], journal: Journal
     ) -> None:
         self._evaluation, self._dtype, self._judging = evaluation, dtype, judging
-        self._drawn, self._journal = drawn, journal
+        self._drawn, self._journal = finished, journal
         self._decode = partial(load_tokenizer(evaluation.model).decode, skip_special_tokens=True)
         keys = [(name, index) for name in judging.problems for index in range(evaluation.responses)]
-        super().__init__(f"responses drawn in {dtype}", keys, drawn)
+        super().__init__(f"responses drawn in {dtype}", keys, finished)
 
     def _request(self, problem: str, response: int) -> SampleRequest:
         room = self._evaluation.longest_context - len(self._judging.prompts[problem])
@@ -99,6 +98,6 @@ class _Responses(Tasks):
         lengths = [min(response.length, context - prompt) for context in self._evaluation.contexts]
         texts = {n: response.text if n == response.length else self._decode(ids[:n]) for n in lengths}
         verdicts = {n: self._judging.is_correct(response.problem, text) for n, text in texts.items()}
-        correct, reason = tuple(verdicts[n] for n in lengths), response.finish_reason
+        reason, correct = response.finish_reason, [verdicts[n] for n in lengths]
         self._judging.write(self._journal, response, dtype=self._dtype, finish_reason=reason, correct=correct)
-        self._drawn[response.key] = Drawn(response.length, reason == "length", correct)
+        self._drawn.add(response.key)
