@@ -67,10 +67,11 @@ def _finished(journal: Journal, evaluation: Evaluation, judging: Judging) -> dic
     finished: dict[str, set[Key]] = {dtype: set() for dtype in evaluation.dtypes}
     for record in journal.records(_FIELDS):
         dtype, problem, response = record["dtype"], record["problem"], record["response"]
-        known = dtype in evaluation.dtypes and problem in judging.problems and 0 <= response < evaluation.responses
+        known = dtype in finished and problem in judging.problems and 0 <= response < evaluation.responses
         twice = known and (problem, response) in finished[dtype]
         if twice or not known or [type(each) for each in record["correct"]] != [bool] * len(evaluation.contexts):
-            words = f"{journal.path}: response {response} to problem {problem} in {dtype} is none of this job's, or there twice"
+            which = f"{journal.path}: response {response} to problem {problem} in {dtype}"
+            words = f"{which} is none of this job's, or there twice"
             raise CheckpointStateError(words, allowed="one verdict for each context", remedy=START_AGAIN)
         finished[dtype].add((problem, response))
     return finished

@@ -1,5 +1,6 @@
 """Short runs of verl's own `main_ppo` with vLLM and Ray, and faults that must stop a run."""
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from verl_precision.base.errors import CheckFailedError, RunFailedError, require
 from verl_precision.base.overrides import quoted
 from verl_precision.mismatch.metric_names import K3_KL
 from verl_precision.tools.runs.fork_server import workers_forked_on_cpu
-from verl_precision.tools.runs.launch import Progress, run_verl
+from verl_precision.tools.runs.launch import run_verl
 from verl_precision.tools.runs.read import Rows, read_metrics
 from verl_precision.tools.tiny_model import write_problems
 
@@ -98,13 +99,14 @@ def _run(device: str, folder: Path, *overrides: str, sleeps: bool = False) -> Ro
         rollout = "actor_rollout_ref.rollout"
         own += [f"{rollout}.enforce_eager=True", f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={2**30}"]
         own += [f"{rollout}.free_cache_engine={sleeps}", f"++{rollout}.enable_sleep_mode={sleeps}"]
+    end = time.monotonic() + SECONDS
+
+    def in_time(*progress: object) -> None:
+        require(time.monotonic() < end, f"its run was not done after {SECONDS} s")
+
     with workers_forked_on_cpu():
-        run_verl(RECIPE, [*own, *overrides], folder / "run", _in_time)
+        run_verl(RECIPE, [*own, *overrides], folder / "run", in_time)
     return read_metrics(folder / "run" / "metrics.jsonl")
-
-
-def _in_time(progress: Progress) -> None:
-    require(progress.seconds < SECONDS, f"its run was not done after {SECONDS} s")
 
 
 _VERIFIED, _UNVERIFIED, _MERGED = "verified_layers", "unverified_layers", "actor_rollout_ref.model.lora.merge"
