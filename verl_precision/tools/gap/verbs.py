@@ -44,8 +44,6 @@ def explain(
     consecutive steps is attributed to the one setting that changed, and the parts add up to the whole gap. "Nothing is
     wrong" is an answer too.
 
-    With --recipe, settings are the recipe's. With --run, the command with a run's settings is printed.
-
     Writes explanation.json. A job that was interrupted continues when the command is repeated. One model is in memory
     at a time.
     """

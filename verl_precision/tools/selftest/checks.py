@@ -109,20 +109,20 @@ def _run(device: str, folder: Path, *overrides: str, sleeps: bool = False) -> Ro
     return read_metrics(folder / "run" / "metrics.jsonl")
 
 
-_VERIFIED, _UNVERIFIED, _MERGED = "verified_layers", "unverified_layers", "actor_rollout_ref.model.lora.merge"
+_MERGED = "actor_rollout_ref.model.lora.merge"
 # By name on the command line and in selftest.json.
 CHECKS = {
     "tied_model": Check(
         "a tied model trains, sleeps, wakes; every layer verified",
-        partial(_trains, overrides=["tiny_architecture=qwen3_tied"], reports=_VERIFIED, sleeps=True),
+        partial(_trains, overrides=["tiny_architecture=qwen3_tied"], reports="verified_layers", sleeps=True),
     ),
     "moe": Check(
         "a mixture of experts trains in FP16",
-        partial(_trains, overrides=["tiny_architecture=qwen3_moe"], reports=_UNVERIFIED),
+        partial(_trains, overrides=["tiny_architecture=qwen3_moe"], reports="unverified_layers"),
     ),
     "lora_merged": Check(
         "LoRA, merged for the rollout",
-        partial(_trains, overrides=[*_LORA, f"{_MERGED}=True"], reports=_VERIFIED),
+        partial(_trains, overrides=[*_LORA, f"{_MERGED}=True"], reports="verified_layers"),
     ),
     "lora_adapter": Check(
         "LoRA, as an adapter of the rollout", partial(_trains, overrides=[*_LORA, f"{_MERGED}=False"])

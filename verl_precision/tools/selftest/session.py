@@ -42,8 +42,11 @@ class Outcome:
 
 def run_selftest(folder: Path, device: str, names: Sequence[str], console: Console) -> list[Outcome]:
     """Run the named checks (none: all), show each as it ends, and write selftest.json."""
-    chosen, machine, outcomes = _chosen(names), _machine(device), list[Outcome]()
-    for name in chosen:
+    if unknown := [name for name in names if name not in CHECKS]:
+        problem, allowed = "there is no such check", ", ".join(CHECKS)
+        raise ConfigurationError(problem, setting="--only", value=unknown[0], allowed=allowed)
+    machine, outcomes = _machine(device), list[Outcome]()
+    for name in [name for name in CHECKS if not names or name in names]:
         outcomes.append(_outcome(name, device, folder))
         report = {**machine, "checks": [asdict(outcome) for outcome in outcomes]}
         write_file(folder / REPORT, json.dumps(report, indent=2) + "\n", replace=True)
@@ -63,13 +66,6 @@ def _outcome(name: str, device: str, folder: Path) -> Outcome:
     except Exception as error:
         done = {"status": "failed", "message": f"{sentence(f'{type(error).__name__}: {error}')} Its run: {scratch}"}
     return Outcome(name, seconds=time.monotonic() - start, **done)
-
-
-def _chosen(names: Sequence[str]) -> list[str]:
-    if unknown := [name for name in names if name not in CHECKS]:
-        problem, allowed = "there is no such check", ", ".join(CHECKS)
-        raise ConfigurationError(problem, setting="--only", value=unknown[0], allowed=allowed)
-    return [name for name in CHECKS if not names or name in names]
 
 
 def _machine(device: str) -> dict[str, Any]:

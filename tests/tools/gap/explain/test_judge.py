@@ -18,7 +18,7 @@ from verl_precision.tools.gap.explain.judge import (
     findings,
     longest_sum,
 )
-from verl_precision.tools.gap.explain.variants import reference, replayed, variants
+from verl_precision.tools.gap.explain.variants import reference, variants
 from verl_precision.tools.gap.settings import Explanation
 
 LOG_PROBS = arrays(np.float64, st.tuples(st.integers(2, 6), st.integers(1, 20)), elements=st.floats(-30, 0))
@@ -155,12 +155,6 @@ def test_raw_log_probs_know_neither_temperature_nor_truncation():
     assert [one.cause for one in chain[1:]][:2] == ["temperature", "decode"]
     assert [(one.tempered, one.processed) for one in chain[:3]] == [(False, False), (True, False), (True, True)]
     assert "temperature" not in {one.cause for one in variants(job(raw_log_probs=True))}, "there is nothing to divide"
-
-
-def test_choices_of_experts_are_recorded_everywhere():
-    assert {one.routing for one in variants(job(), routed=True)} == {"recorded"}
-    one = replayed(variants(job(), routed=True))
-    assert (one.routing, one.dtype, one.engine) == ("replayed", "fp32", "trainer")
 
 
 @pytest.mark.parametrize(

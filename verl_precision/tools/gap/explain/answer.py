@@ -47,7 +47,6 @@ def advice(result: Result) -> list[Finding]:
 
 def show(job: Explanation, result: Result, console: Console) -> None:
     """Print verdict, table and remedies."""
-
     say(verdict(job, result), console)
     faults = {number for number, finding in enumerate(result.findings) if finding.fault}
     console.print(terminal_table(_COLUMNS, rows(result), red=faults))

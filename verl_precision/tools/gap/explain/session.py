@@ -50,16 +50,14 @@ def explain(
     models["rollout"].require_dtypes("--rollout-dtype", [job.rollout_dtype])
     models["rollout"].require_arithmetic(job.arithmetic)
     routed = models["trainer"].config.get("model_type") in ROUTED_FAMILIES
-    fingerprints = {
-        "model_fingerprint": models["trainer"].fingerprint,
-        "rollout_model_fingerprint": models["rollout"].fingerprint,
-    }
     response_tokens = job.max_response_tokens + 1  # vLLM scores a prompt only if it draws one token more
     prompt_ids = prompt_tokens(job, models["trainer"], models["rollout"], response_tokens)
     length = max(map(len, prompt_ids)) + response_tokens
     chain = variants(job, routed)
     wanted = list(dict.fromkeys([*chain, *reference(job, chain)]))
-    with open_store(under_way, job, prompt_ids, **fingerprints) as store:
+    fingerprint, of_rollout = models["trainer"].fingerprint, models["rollout"].fingerprint
+    of_models = {"model_fingerprint": fingerprint, "rollout_model_fingerprint": of_rollout}
+    with open_store(under_way, job, prompt_ids, **of_models) as store:
 
         def fill(works: Sequence[Tasks], variant: Variant) -> None:
             if any(work.done < work.total for work in works):  # else its weights are not made
