@@ -9,15 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from verl_precision.tools.gap.explain.answer import advice, rows, verdict
-from verl_precision.tools.gap.explain.judge import (
-    CAUSES,
-    Attribution,
-    Part,
-    Result,
-    attribute,
-    findings,
-    longest_sum,
-)
+from verl_precision.tools.gap.explain.judge import CAUSES, Attribution, Part, Result, attribute, findings, longest_sum
 from verl_precision.tools.gap.explain.variants import reference, variants
 from verl_precision.tools.gap.settings import Explanation
 
