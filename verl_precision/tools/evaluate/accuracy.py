@@ -26,13 +26,14 @@ def responses(
     `drawn` has the records of the journal, in any order.
     """
     drawn, found = drawn.set_index(["dtype", "problem", "response"]), []
+    lengths = {name: len(token_ids) for name, token_ids in prompts.items()}
     for place, context in enumerate(evaluation.contexts):
         for data, names in sets.items():
             here = drawn.loc[[*product(evaluation.dtypes, names, range(evaluation.responses))]].reset_index()
-            room = here["problem"].map(lambda name: context - len(prompts[name]))  # noqa: B023 - called at once
+            room = context - here["problem"].map(lengths)
             cut = (here["finish_reason"] == "length") | (here["tokens"] > room)
-            of_context = {"correct": here["correct"].str[place], "tokens": here["tokens"].clip(upper=room)}
-            found.append(here.assign(context=context, data=data, truncated=cut, **of_context))
+            correct, tokens = here["correct"].str[place].astype(bool), here["tokens"].clip(upper=room)
+            found.append(here.assign(context=context, data=data, correct=correct, truncated=cut, tokens=tokens))
     return pd.concat(found)
 
 

@@ -88,7 +88,7 @@ def evaluate(evaluation: Evaluation, console: Console) -> pd.DataFrame:
             )
             tasks = _Responses(evaluation, dtype, judging, finished[dtype], journal)
             job.complete(f"sample-{dtype}", [tasks], partial(VllmEngine, sampler))
-        records = pd.DataFrame(journal.records(_FIELDS))
+        records = pd.DataFrame(journal.records(_FIELDS), columns=[*_FIELDS])
 
     sets = {name: [problem.identifier for problem in each] for name, each in judging.sets.items()}
     drawn = accuracy.responses(evaluation, sets, judging.prompts, records)
