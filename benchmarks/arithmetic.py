@@ -27,7 +27,7 @@ from verl_precision.tools import tiny_model
 from verl_precision.tools.engines.engine import SampleRequest, SamplerSettings
 from verl_precision.tools.engines.engine_process import EngineProcess
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
-from verl_precision.tools.selftest.single_rank import one_rank
+from verl_precision.tools.selftest.single_rank import make_group_of_one
 
 TOKENS = 512  # of each of the step's two sequences
 REQUESTS = [SampleRequest(str(row), 0, (5,) * 16, max_tokens=64, seed=row) for row in range(4)]
@@ -39,7 +39,8 @@ def parse() -> argparse.Namespace:
 
 
 def records(arguments: argparse.Namespace) -> Iterator[Record]:
-    with TemporaryDirectory() as folder, one_rank("cpu"):
+    make_group_of_one("cpu")
+    with TemporaryDirectory() as folder:
         tiny_model.ARCHITECTURES["benchmark"] = ("qwen3", SHAPE)
         model = Path(folder) / "benchmark"
         tiny_model.build_tiny_model("benchmark", model)

@@ -42,7 +42,7 @@ from verl_precision.engine.log_probs import log_probs_and_entropy
 from verl_precision.engine.settings import ShadowSettings
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.tools import tiny_model
-from verl_precision.tools.selftest.single_rank import engine_batch, one_rank
+from verl_precision.tools.selftest.single_rank import engine_batch, make_group_of_one
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 2048}
 SEQUENCES = 2
@@ -62,7 +62,8 @@ def parse() -> argparse.Namespace:
 
 def records(arguments: argparse.Namespace) -> Iterator[Record]:
     yield log_prob_memory()
-    with TemporaryDirectory() as folder, one_rank("cpu"):
+    make_group_of_one("cpu")
+    with TemporaryDirectory() as folder:
         for name, layers in (("benchmark", SHAPE["num_hidden_layers"]), ("half", SHAPE["num_hidden_layers"] // 2)):
             tiny_model.ARCHITECTURES[name] = ("qwen3", {**SHAPE, "num_hidden_layers": layers})
             tiny_model.build_tiny_model(name, Path(folder) / name)

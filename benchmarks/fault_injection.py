@@ -30,7 +30,7 @@ from verl_precision.tools.engines.engine_process import EngineProcess
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 from verl_precision.tools.gap.explain.session import explain
-from verl_precision.tools.gap.explain.settings import Explanation
+from verl_precision.tools.gap.settings import Explanation
 from verl_precision.tools.show.tables import markdown_table
 
 MODELS = ("tiny:qwen3", "tiny:llama", "tiny:qwen2", "tiny:qwen3_moe", "tiny:qwen3_rough")
@@ -160,7 +160,6 @@ def inject(case: Case, folder: Path) -> dict[str, Any]:
         "shares": shares,
         "undone": {each.variant.cause: 1 - each.part.without / result.attribution.k3 for each in result.findings},
         "sizes": {each.variant.cause: [each.part.size, each.expected] for each in result.findings},
-        "evidence": {each.variant.cause: each.evidence for each in result.findings if each.evidence},
     }
 
 

@@ -155,8 +155,7 @@ def test_modules_are_read_in_one_sitting_and_every_public_name_exists():
 
 
 def test_selftest_page_has_every_check_of_the_self_test_and_why_a_cpu_does_not_run_it():
-    checks = CHECKS.values()
     text = (ROOT / "docs" / "selftest.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (.+) \| (yes|not run: .+) \|$", text, re.M)
-    on_a_cpu = [f"not run: {check.needs_gpu}" if check.needs_gpu else "yes" for check in checks]
-    assert rows == [(check.name, check.shows, cpu) for check, cpu in zip(checks, on_a_cpu, strict=True)]
+    on_a_cpu = [f"not run: {check.needs_gpu}" if check.needs_gpu else "yes" for check in CHECKS.values()]
+    assert rows == [(name, check.shows, cpu) for (name, check), cpu in zip(CHECKS.items(), on_a_cpu, strict=True)]

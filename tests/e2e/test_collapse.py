@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from verl_precision.tools.gap.pairs.session import measure_mismatch
-from verl_precision.tools.gap.pairs.settings import MismatchJob
+from verl_precision.tools.gap.settings import MismatchJob
 
 RECIPE = Path("recipes/collapse/collapse.yaml")
 STEPS, TAIL = 14, 8

@@ -13,15 +13,16 @@ from verl_precision.base.errors import CheckpointStateError, EnvironmentMismatch
 from verl_precision.engine import loss_scaling
 from verl_precision.engine.loss_scaling import FILE_NAME, LossScaler, StepReport, load_scaler, save_scaler
 from verl_precision.engine.settings import LossScaleSettings
-from verl_precision.tools.selftest.single_rank import one_rank
+from verl_precision.tools.selftest.single_rank import make_group_of_one
 
 INF = float("inf")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def group():
-    with one_rank("cpu"):
-        yield
+    make_group_of_one("cpu")
+    yield
+    torch.distributed.destroy_process_group()
 
 
 def scaler_with(**settings):

@@ -5,7 +5,7 @@ import torch
 
 from verl_precision.engine.log_probs import log_probs_and_entropy
 from verl_precision.engine.settings import ShadowSettings
-from verl_precision.tools.selftest.single_rank import engine_batch, one_rank
+from verl_precision.tools.selftest.single_rank import engine_batch, make_group_of_one
 from verl_precision.tools.tiny_model import cached_tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -71,14 +71,15 @@ def test_a_bf16_shadow_follows_its_offloaded_actor():
         with engine.eval_mode():
             return engine.infer_batch(batch())["model_output"]["log_probs"].values().cpu()
 
-    with one_rank("cuda"):
-        settings = ShadowSettings(dtype="bf16", ratio_source="shadow")
-        offloaded = build_engine(shadow=settings, param_offload=True, optimizer_offload=True)
-        plain = build_engine()
-        for _ in range(4):
-            shadows, actors = log_probs(offloaded), log_probs(plain)
-            for engine in (offloaded, plain):
-                with engine.train_mode():
-                    engine.train_batch(batch(), loss)
-        gap, moved = ((found - actors).abs().mean() for found in (shadows, log_probs(plain)))
+    make_group_of_one("cuda")
+    settings = ShadowSettings(dtype="bf16", ratio_source="shadow")
+    offloaded = build_engine(shadow=settings, param_offload=True, optimizer_offload=True)
+    plain = build_engine()
+    for _ in range(4):
+        shadows, actors = log_probs(offloaded), log_probs(plain)
+        for engine in (offloaded, plain):
+            with engine.train_mode():
+                engine.train_batch(batch(), loss)
+    gap, moved = ((found - actors).abs().mean() for found in (shadows, log_probs(plain)))
+    torch.distributed.destroy_process_group()
     assert gap < 0.25 * moved

@@ -54,12 +54,6 @@ def unpack(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def pristine(unpack: Callable[[str], Path]) -> Callable[[str], Path]:
-    """The release, unpacked once; its files stay what they are."""
-    return functools.cache(unpack)
-
-
-@pytest.fixture(scope="session")
 def patched(unpack: Callable[[str], Path]) -> Callable[[str], Path]:
     """The release with its series applied, made once."""
 

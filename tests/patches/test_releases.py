@@ -40,15 +40,15 @@ def test_applies_and_reverts_byte_for_byte(unpack, version):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_git_am_and_patch_take_it_too(pristine, version, tmp_path):
-    series = available()[version]
+def test_git_am_and_patch_take_it_too(unpack, version, tmp_path):
+    series, release = available()[version], unpack(version)
     wanted = {path: hashes[State.APPLIED] for path, hashes in series.files.items()}
     identity = ["-c", "user.name=n", "-c", "user.email=e@x.invalid", "-c", "commit.gpgsign=false"]
     by_git, by_patch = tmp_path / "git", tmp_path / "patch"
-    for folder, path in itertools.product((by_git, by_patch), Tree(pristine(version)).files):
-        if (pristine(version) / path).exists():
+    for folder, path in itertools.product((by_git, by_patch), Tree(release).files):
+        if (release / path).exists():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(pristine(version) / path, folder / path)
+            shutil.copyfile(release / path, folder / path)
     for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "release"]):
         subprocess.run(["git", *identity, *command], cwd=by_git, check=True)
     mails = [str(patch.path) for patch in series.patches]

@@ -70,17 +70,13 @@ def test_writes_a_model_for_each_dose_and_keeps_what_is_there(barely_trained, tm
     assert config.actor_rollout_ref.model.path.endswith("/logits_200")
 
 
-@pytest.fixture
-def outcomes(reader, write_run, tmp_path):
+def test_mismatch_of_the_first_steps_and_reward_of_the_last(reader, write_run, tmp_path):
     """A run that rises and falls in BF16 while its mismatch grows, one in FP16 that rises, and one without a gap."""
     same = {"mismatch/probs_pearson": 0.99, "mismatch/sequence_log_ratio_std": 1.1, "mismatch/sequence_ess": 40.0}
     for arm, k3, last in (("bf16_100", 1e-2, 0.1), ("bf16_exact_100", 0, 0.8), ("fp16_100", 1e-4, 0.9)):
         steps = [(0.3, k3)] * 10 + [(0.6, 100 * k3)] * 10 + [(last, 100 * k3)] * 10
         write_run(arm, 3, [{"critic/score/mean": reward, "mismatch/k3_kl": each, **same} for reward, each in steps])
-    return [reader.outcome_of(run) for run in read_runs([tmp_path])]
-
-
-def test_mismatch_of_the_first_steps_and_reward_of_the_last(reader, outcomes):
+    outcomes = [reader.outcome_of(run) for run in read_runs([tmp_path])]
     header, _, *rows = reader.table(outcomes).splitlines()
     assert header.split(" | ")[0] == "| logits"
     assert rows == [

@@ -286,6 +286,7 @@ def test_rayjob_asks_for_rdma_where_the_cluster_has_it(rayjob):
     assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
 
 
+SKY_TASK = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
 SKY_RAY = r"""
 echo "ray $*" >>"$SAID"
 case "$1 $2" in "start --head") touch "$SAID.head"; exec sleep 60 ;; esac
@@ -297,7 +298,6 @@ if [ "$1" = health-check ]; then test -e "$SAID.head"; fi
 @pytest.fixture
 def sky_task(tmp_path, executable):
     """Run the task's script as SkyPilot does on a node of two; return (exit code, commands that it gave)."""
-    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
     said, activate = tmp_path / "said", tmp_path / "activate"
     activate.touch()
     programs = executable("ray", SKY_RAY).parent
@@ -305,19 +305,18 @@ def sky_task(tmp_path, executable):
     of_node = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
     given = {"ACTIVATE": activate, "WORKSPACE": ROOT, "RECIPE": RECIPE, "OVERRIDES": shlex.join(OVERRIDES)}
     given |= {"PATH": f"{programs}:{os.environ['PATH']}", "SAID": said, "SKYPILOT_TASK_ID": "sky-1", **of_node}
-    known = {key: value for key, value in task["envs"].items() if value is not None}
+    known = {key: value for key, value in SKY_TASK["envs"].items() if value is not None}
 
     def run(rank: int, **more: str) -> tuple[int, list[str]]:
         environment = {key: str(value) for key, value in {**known, **given, "SKYPILOT_NODE_RANK": rank, **more}.items()}
-        done = subprocess.run(["bash", "-c", task["run"]], env=environment, timeout=60)
+        done = subprocess.run(["bash", "-c", SKY_TASK["run"]], env=environment, timeout=60)
         return done.returncode, said.read_text().splitlines()
 
     return run
 
 
 def test_skypilots_head_runs_the_recipe_once_all_nodes_are_there_and_hands_its_exit_code_on(sky_task):
-    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
-    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
+    assert SKY_TASK["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
     code, said = sky_task(0)
     started = "ray start --head --node-ip-address=10.0.0.1 --port=6379"  # in the background, beside the first status
     assert code == 0 and any(line.startswith(started) for line in said[:-2]), said

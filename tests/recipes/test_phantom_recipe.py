@@ -63,9 +63,8 @@ def test_the_run_script_names_arms_that_are_there():
     assert set(line.partition(":-")[2].partition("}")[0].split()) <= set(ARMS)
 
 
-@pytest.fixture
-def runs(write_run, tmp_path):
-    """Write a stalled arm, a cured one that reaches half of the gain when its mean does, and a matched one."""
+def test_the_stall_is_read_where_the_cured_runs_have_half(reader, write_run, tmp_path):
+    """A stalled arm, a cured one that reaches half of the gain when its mean does, and a matched one."""
 
     def write(arm: str, seed: int, rewards: list[float], clipped: float) -> None:
         same = {"phantom/final_token_clip_fraction": clipped, "phantom/phantom_clipped_fraction": clipped}
@@ -75,11 +74,7 @@ def runs(write_run, tmp_path):
         write("clipped", seed, [-8.0] * 30 + [-7.6] * 30, clipped=0.8)
         write("shadow", seed, [-8.0] * 20 + [-3.0] * 40, clipped=0.0)
     write("fp32", 0, [-8.0] * 10 + [-1.0] * 50, clipped=0.0)
-    return read_runs([tmp_path])
-
-
-def test_the_stall_is_read_where_the_cured_runs_have_half(reader, runs):
-    text = reader.tables(runs)
+    text = reader.tables(read_runs([tmp_path]))
     # mean of nine: -8 + 5 k/9 passes -4 with k = 8 of its nine steps behind step 20
     assert "At step 28 the median of 2 cured runs" in text
     assert "| `clipped` | 0%, 0% |" in text and "| `fp32` | 88% |" in text and "| `shadow` | 56%, 56% |" in text

@@ -34,19 +34,12 @@ def test_all_sums():
     assert max(len(s.answer) + 1 for s in sums) == RESPONSE_LENGTH
 
 
-@pytest.fixture
-def run(monkeypatch):
-    """Run make_task's command line without training."""
-    monkeypatch.setattr(make_task, "build_model", lambda folder, on_progress: folder.mkdir(parents=True))
-
+def test_writes_rows_in_verls_format_with_right_answers_and_says_what_is_next(tmp_path, capsys, monkeypatch):
     def run(*arguments: str) -> None:
         monkeypatch.setattr("sys.argv", ["make_task.py", *arguments])
         make_task.main()
 
-    return run
-
-
-def test_writes_rows_in_verls_format_with_right_answers_and_says_what_is_next(tmp_path, capsys, monkeypatch, run):
+    monkeypatch.setattr(make_task, "build_model", lambda folder, on_progress: folder.mkdir(parents=True))
     folder = tmp_path / "new" / "task"
     run(str(folder))
     data = read_data_set(folder / "problems.jsonl")

@@ -17,8 +17,7 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import new_folder, table_of
 
 PAD, IM_START, IM_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
-_CHARACTERS = ["\n"] + [chr(code) for code in range(32, 127)]
-VOCABULARY = [PAD, IM_START, IM_END, *_CHARACTERS]
+VOCABULARY = [PAD, IM_START, IM_END, "\n", *map(chr, range(32, 127))]
 
 _KNOWN = table_of(__file__)
 _CHAT_TEMPLATE: str = _KNOWN["chat_template"]
@@ -41,7 +40,7 @@ def build_tiny_model(architecture: str, folder: Path) -> None:
     """Write one of `ARCHITECTURES`, with tokenizer and generation config, into a new folder, in Hugging Face format."""
     model_type, values = settings(architecture)
     if os.path.lexists(folder):
-        raise FileExistsError(folder)
+        raise ConfigurationError(f"{folder} exists; nothing was written. Name a folder that does not.")
     with new_folder(folder) as scratch:
         save(random_model(model_type, values), build_tokenizer(_CHAT_TEMPLATE, model_type=model_type), values, scratch)
 
@@ -80,7 +79,7 @@ def cached_tiny_model(architecture: str) -> Path:
     if not folder.exists():
         try:
             build_tiny_model(architecture, folder)
-        except OSError:
+        except (OSError, ConfigurationError):
             if not folder.exists():  # else another process was faster, with the same content
                 raise
     return folder.resolve()

@@ -12,7 +12,7 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.integration.engine.measurement import MISMATCH, REQUEST
 from verl_precision.integration.trainer.checkpoints import is_complete
 from verl_precision.presets import preset_names
-from verl_precision.tools.selftest.single_rank import engine_batch, nested
+from verl_precision.tools.selftest.single_rank import engine_batch, make_group_of_one, nested
 from verl_precision.tools.tiny_model import cached_tiny_model
 
 PROMPT, RESPONSES, RESPONSE = 4, 4, 6
@@ -30,7 +30,6 @@ def make_engine():
     from verl_precision.engine.settings import LossScaleSettings
     from verl_precision.integration.cpu.platform import PlatformCPU
     from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
-    from verl_precision.tools.selftest.single_rank import one_rank
 
     before = get_platform()
     set_platform(PlatformCPU())
@@ -49,8 +48,9 @@ def make_engine():
         engine.initialize()
         return engine
 
-    with one_rank("cpu"):
-        yield make
+    make_group_of_one("cpu")
+    yield make
+    torch.distributed.destroy_process_group()
     set_platform(before)
 
 

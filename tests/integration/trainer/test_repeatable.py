@@ -34,5 +34,6 @@ def test_a_batch_is_sorted_whatever_the_order_of_arrival(monkeypatch):
 
 def test_each_response_has_a_seed_of_its_own():
     seeds = {response_seed(seed, uid, session) for seed in (0, 1) for uid in "ab" for session in range(8)}
-    assert len(seeds) == 32 and all(0 <= seed < 2**32 for seed in seeds)
+    assert len(seeds) == 32 and all(0 <= seed < 2**31 for seed in seeds)
     assert response_seed(0, "a", 1) == response_seed(0, "a", 1)
+    assert response_seed(0, "a", 11) != response_seed(0, "a1", 1)

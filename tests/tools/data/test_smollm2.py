@@ -10,33 +10,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from verl_precision.tools.data import smollm2
 from verl_precision.tools.data.smollm2 import WHEEL
+from verl_precision.tools.tiny_model import _CHAT_TEMPLATE
 
 gguf = pytest.importorskip("gguf", reason="of the extra `tasks`")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = ("Ġ Ġ", "h i")
 TOKENS = [*SPECIAL, *ALPHABET, *(pair.replace(" ", "") for pair in MERGES)]
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-NAMES = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-}  # fmt: skip
 CONFIG = LlamaConfig(
     hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     vocab_size=len(TOKENS), max_position_embeddings=128, rope_theta=100000.0, tie_word_embeddings=True,
 )  # fmt: skip
-
-
-def stored_name(name):
-    layer = name.removeprefix("model.layers.").removesuffix(".weight")
-    if layer == name.removesuffix(".weight"):
-        return {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}[name]
-    number, _, part = layer.partition(".")
-    return f"blk.{number}.{NAMES[part]}.weight"
 
 
 def write_gguf(path):
@@ -47,14 +31,15 @@ def write_gguf(path):
     out.add_layer_norm_rms_eps(1e-6), out.add_vocab_size(len(TOKENS)), out.add_tokenizer_model("gpt2")
     out.add_token_list(TOKENS), out.add_token_types([3] * 3 + [1] * (len(TOKENS) - 3)), out.add_token_merges(MERGES)
     out.add_bos_token_id(1), out.add_eos_token_id(2), out.add_unk_token_id(0), out.add_pad_token_id(2)
-    out.add_chat_template(TEMPLATE)
-    kinds = gguf.GGMLQuantizationType
+    out.add_chat_template(_CHAT_TEMPLATE)
+    kinds, names = gguf.GGMLQuantizationType, gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     for name, tensor in LlamaForCausalLM(CONFIG).state_dict().items():
+        stored = names.get_name(name, (".weight",))
         if tensor.ndim == 1:
-            out.add_tensor(stored_name(name), tensor.numpy())
+            out.add_tensor(stored, tensor.numpy())
         elif name != "lm_head.weight":
             kind = kinds.Q8_0 if "embed" in name else kinds.Q4_1
-            out.add_tensor(stored_name(name), gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
+            out.add_tensor(stored, gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
     out.write_header_to_file(), out.write_kv_data_to_file(), out.write_tensors_to_file(), out.close()
 
 

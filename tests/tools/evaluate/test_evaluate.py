@@ -22,23 +22,23 @@ def made(dtypes=("bf16", "fp16"), contexts=(8, 20), responses=4):
 
 
 def measured(evaluation, sets, drawn):
-    """Responses of `drawn[dtype][problem]`, a list of (tokens, cut, correct); prompts have 3 tokens."""
-    names = {name for each in sets.values() for name in each}
-    outcomes = {
-        dtype: {(name, n): accuracy.Drawn(*one) for name, each in problems.items() for n, one in enumerate(each)}
-        for dtype, problems in drawn.items()
-    }
-    return accuracy.responses(evaluation, sets, dict.fromkeys(names, (1, 2, 3)), outcomes)
+    """Responses of `drawn[dtype][problem]`, a list of (tokens, why it ended, correct); prompts have 3 tokens."""
+    each = ((dtype, name, of) for dtype, problems in drawn.items() for name, of in problems.items())
+    rows = [(dtype, name, at, *one) for dtype, name, of in each for at, one in enumerate(of)]
+    records = pd.DataFrame(rows, columns=["dtype", "problem", "response", "tokens", "finish_reason", "correct"])
+    prompts = dict.fromkeys(records["problem"], (1, 2, 3))
+    return accuracy.responses(evaluation, sets, prompts, records.sample(frac=1, random_state=0))
 
 
 def same(*correct):
     """Responses of two tokens with the same verdict in both contexts."""
-    return [(2, False, (each, each)) for each in correct]
+    return [(2, "stop", [each, each]) for each in correct]
 
 
 def test_what_a_shorter_context_cuts_is_counted_there_alone():
     """With prompts of 3 tokens a context of 8 leaves 5: of 17, 5, 6 and 17 tokens it cuts three; 20 cuts one."""
-    drawn = [(17, True, (False, True)), (5, False, (True, True)), (6, False, (False, True)), (17, False, (False, True))]
+    late = [False, True]
+    drawn = [(17, "length", late), (5, "stop", [True, True]), (6, "stop", late), (17, "stop", late)]
     found = accuracy.accuracies(measured(made(("fp16",)), {"set": ["a"]}, {"fp16": {"a": drawn}}))
     assert found[["truncated", "average", "mean_tokens"]].values.tolist() == [[0.75, 0.25, 5], [0.25, 1.0, 45 / 4]]
     assert found["standard_error"].isna().all(), "one problem says nothing of others"
@@ -149,7 +149,10 @@ def test_other_data_and_damaged_journals_are_refused(evaluate, tmp_path):
     with pytest.raises(ConfigurationError, match="reward: 'reward.py:compute_score@.*' there, 'verl' now; data: "):
         evaluate(data=(tmp_path / "sums.jsonl",), reward="verl")
     assert journal.read_bytes() == before
-    for damage in ({"dtype": "fp32"}, {"problem": "x"}, {"response": 5}, {"correct": [True]}, {"correct": [1, 0]}):
+    for damage in (
+        {},  # there twice
+        *({"dtype": "fp32"}, {"problem": "x"}, {"response": 5}, {"correct": [True]}, {"correct": [1, 0]}),
+    ):
         record = {**json.loads(before.splitlines()[1]), **damage}
         journal.write_bytes(before + json.dumps(record).encode() + b"\n")
         with pytest.raises(CheckpointStateError, match="is none of this job's"):

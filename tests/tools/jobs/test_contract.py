@@ -115,6 +115,8 @@ def test_results_say_how_they_were_made_and_a_folder_of_another_job_is_refused(v
     ("evaluate nowhere --data DATA --context 64", "model='nowhere': no such folder"),
     (f"{SET} --low few", "--low few: this cannot work"),
     (f"{SET} --low 0.8 --high 1/5", "--low 0.8 --high 0.2"),
+    (f"{SET} --high 3/2", "--low 0.2 --high 1.5. Allowed: 0 <= low <= high <= 1"),
+    (f"{SET} -n 10 --low 0.51 --high 0.59", "no accuracy of 10 responses lies between them"),
     (f"{SET} --max-prompt-length 8", "--max-prompt-length 8: every prompt is longer. Allowed: "),
 ])  # fmt: skip
 def test_bad_input_is_refused_leaving_nothing(command, words, tmp_path, monkeypatch, row, write_rows, made_up, typed):

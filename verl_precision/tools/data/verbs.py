@@ -6,9 +6,8 @@ from typing import Annotated
 
 from typer import Argument, BadParameter, Option
 
-from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.overrides import quoted
-from verl_precision.cli.verb import errors, say, silence_third_party, verb
+from verl_precision.cli.verb import say, silence_third_party, verb
 from verl_precision.tools.data.catalog import MODEL, NAMES, TASKS, TEMPLATES, require_options
 
 
@@ -49,7 +48,7 @@ def data(
         from verl_precision.tools.data.smollm2 import write_model
 
         with silence_third_party():
-            said = write_model(output or Path("data") / name, source, lambda text: say(text, errors))
+            said = write_model(output or Path("data") / name, source)
     elif name == TASKS:
         if not task:
             raise BadParameter(f"{TASKS} needs a task. Give --task NAME, e.g. --task products")
@@ -71,8 +70,5 @@ def tiny_model(
     """Write a tiny random model with tokenizer: the model that `scale=cpu` trains."""
     from verl_precision.tools.tiny_model import build_tiny_model
 
-    try:
-        build_tiny_model(architecture, folder)
-    except FileExistsError:
-        raise ConfigurationError(f"{folder} exists; nothing was written. Name a folder that does not.") from None
+    build_tiny_model(architecture, folder)
     say(f"wrote {folder}: use it with {shlex.quote(f'actor_rollout_ref.model.path={quoted(folder)}')}")

@@ -64,7 +64,7 @@ class ScorerSettings:
     dtype: str  # of the forward: bf16, fp16 or fp32
     attention: str  # sdpa, flash_attention_2, or another that is registered with transformers
     micro_batch_tokens: int  # of one forward, padding included
-    packed: bool | None = None  # whether sequences have no padding; None: with flash_attention_2
+    packed: bool = False  # whether sequences have no padding
     fp32_log_probs: bool = True  # taken in FP32, as our engine does it
     fp32_output_head: bool = False  # whether the logits are computed in FP32, too
     temperature: float = 1.0

@@ -25,13 +25,11 @@ class TrainerEngine:
         from verl_precision.tools.selftest.single_rank import make_group_of_one
 
         make_group_of_one("cuda" if on_gpu else "cpu")
-        dtype, packed = settings.dtype, settings.packed
-        self._packed = settings.attention == "flash_attention_2" if packed is None else packed
-        self._settings = settings
+        dtype, self._settings = settings.dtype, settings
         self._engine = EngineRegistry.get_engine_cls("language_model", "fsdp2")(
             model_config=HFModelConfig(
                 path=model_location(settings.model),
-                use_remove_padding=self._packed,
+                use_remove_padding=settings.packed,
                 enable_gradient_checkpointing=False,
                 override_config={"attn_implementation": settings.attention},
             ),
@@ -74,7 +72,7 @@ class TrainerEngine:
         data = engine_batch(
             sequences,
             max_token_len_per_gpu=max(self._settings.micro_batch_tokens, *map(len, sequences)),
-            use_remove_padding=self._packed,
+            use_remove_padding=self._settings.packed,
             calculate_entropy=False,
         )
         data["temperature"] = torch.full((len(sequences),), self._settings.temperature)

@@ -1,7 +1,6 @@
 """Is there such a model, and can it do what is asked? Known before an engine starts, which takes a minute."""
 
 import json
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,6 @@ from verl_precision.check.rules.dtypes import VLLM_REFUSES_FP16
 
 TINY = "tiny:"
 Prompt = str | list[dict[str, Any]]  # text, or chat messages {role, content}
-
-_HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 
 
 @dataclass(frozen=True)
@@ -75,8 +72,6 @@ def find_model(model: str) -> Model:
         if config.is_file() and weights:
             return Model(model, content_digest([config, *weights]), json.loads(config.read_text()))
         problem = f"the folder has no {'weights' if config.is_file() else 'config.json'}"
-    elif folder.exists() or not _HUB_NAME.match(model):
-        problem = "no such folder, and not a hub name"
     else:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -84,7 +79,9 @@ def find_model(model: str) -> Model:
         try:
             config = Path(hf_hub_download(model, "config.json"))
             return Model(model, config.parent.name, json.loads(config.read_text()))
-        except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
+        except HFValidationError:
+            problem = "no such folder, and not a hub name"
+        except (LocalEntryNotFoundError, HfHubHTTPError) as error:
             problem = f"no such folder, and neither the hub nor its cache here has it ({type(error).__name__})"
     allowed = f"a folder with config.json and *.safetensors or *.bin, a hub name (organisation/model), or {TINY}qwen3"
     remedy = "Check the spelling, download it first, or log in to the hub if it is gated."

@@ -7,44 +7,34 @@ dtypes, xᵢ is replaced by the difference of both on problem i, so that how har
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import combinations
-from typing import Any, NamedTuple
+from itertools import combinations, product
+from typing import Any
 
 import pandas as pd
 
 from verl_precision.tools.evaluate.settings import Evaluation
-from verl_precision.tools.jobs.journal import Key
 from verl_precision.tools.show.tables import finite, markdown_page, markdown_table
 
 PLACE = ["context", "data", "dtype"]
 
 
-class Drawn(NamedTuple):
-    """What is kept of a response in memory."""
-
-    tokens: int  # its length in the longest context
-    cut: bool  # whether it ended because that context was full
-    correct: tuple[bool, ...]  # for each context
-
-
-Outcomes = dict[str, dict[Key, Drawn]]  # by dtype
-
-
 def responses(
-    evaluation: Evaluation, sets: Mapping[str, Sequence[str]], prompts: Mapping[str, Sequence[int]], outcomes: Outcomes
+    evaluation: Evaluation, sets: Mapping[str, Sequence[str]], prompts: Mapping[str, Sequence[int]], drawn: pd.DataFrame
 ) -> pd.DataFrame:
-    """Return each response as far as it goes in each context; `sets` has each set's identifiers of problems."""
-    rows = []
+    """Return each response as far as it goes in each context; `sets` has each set's identifiers of problems.
+
+    `drawn` has the records of the journal, in any order.
+    """
+    drawn, found = drawn.set_index(["dtype", "problem", "response"]), []
+    lengths = {name: len(token_ids) for name, token_ids in prompts.items()}
     for place, context in enumerate(evaluation.contexts):
         for data, names in sets.items():
-            for dtype in evaluation.dtypes:
-                for name in names:
-                    room = context - len(prompts[name])
-                    for index in range(evaluation.responses):
-                        tokens, cut, correct = outcomes[dtype][name, index]
-                        of_context = correct[place], cut or tokens > room, min(tokens, room)
-                        rows.append((context, data, dtype, name, *of_context))
-    return pd.DataFrame(rows, columns=[*PLACE, "problem", "correct", "truncated", "tokens"])
+            here = drawn.loc[[*product(evaluation.dtypes, names, range(evaluation.responses))]].reset_index()
+            room = context - here["problem"].map(lengths)
+            cut = (here["finish_reason"] == "length") | (here["tokens"] > room)
+            correct, tokens = here["correct"].str[place].astype(bool), here["tokens"].clip(upper=room)
+            found.append(here.assign(context=context, data=data, correct=correct, truncated=cut, tokens=tokens))
+    return pd.concat(found)
 
 
 def shares(drawn: pd.DataFrame) -> pd.Series:

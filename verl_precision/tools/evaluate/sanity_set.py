@@ -1,46 +1,97 @@
 """A sanity set from end to end: problems and prompts, responses, files."""
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from rich.console import Console
 
-from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.errors import CheckpointStateError, ConfigurationError
 from verl_precision.tools.engines.engine import Response, SampleRequest, SamplerSettings
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
-from verl_precision.tools.evaluate.judging import Judging
-from verl_precision.tools.evaluate.schedule import Schedule, Verdict
-from verl_precision.tools.evaluate.settings import SanitySet
+from verl_precision.tools.evaluate.session import Judging
+from verl_precision.tools.evaluate.settings import SanitySet, Verdict
 from verl_precision.tools.jobs.job import Job, Tasks
-from verl_precision.tools.jobs.journal import Journal
-from verl_precision.tools.jobs.problems import DataSet, read_data_set
+from verl_precision.tools.jobs.journal import START_AGAIN, Journal, Key
+from verl_precision.tools.jobs.problems import read_data_set
 from verl_precision.tools.show.tables import terminal_table
 
 BINS = 10
 _FIELDS = {"problem": str, "response": int, "correct": bool, "tokens": int}
 
 
-class _Responses(Schedule, Tasks):
-    """What the schedule hands out: each response is judged, written to the journal, and counted."""
+@dataclass
+class Tally:
+    """The responses to one problem."""
+
+    verdict: Verdict
+    drawn: int = 0
+    correct: int = 0
+
+
+class _Responses(Tasks):
+    """One response to each problem in turn, until its verdict cannot change: deciding early changes no verdict."""
 
     def __init__(self, job: SanitySet, journal: Journal, judging: Judging, problems: Sequence[str]) -> None:
-        super().__init__(problems, job.window)
-        self._journal, self._judging, self._max_tokens = journal, judging, job.max_response_length
+        self._job, self._journal, self._judging = job, journal, judging
+        self.words, self.tokens, self._counted = "problems decided", 0, set[Key]()
+        self.tallies = {name: Tally(job.verdict(0, 0)) for name in problems}
+        self._open = {name for name, tally in self.tallies.items() if tally.verdict == "open"}
         for record in journal.records(_FIELDS):
-            self.count(*(record[name] for name in _FIELDS))
+            self._count(*(record[name] for name in _FIELDS))
+        keys = [(name, index) for index in range(job.responses_per_problem) for name in problems]
+        super().__init__(self.words, keys, self._counted)
+        self.total = len(problems)
 
     @property
-    def words(self) -> str:
-        return f"problems decided, {self.drawn} responses"
+    def done(self) -> int:
+        return self.total - len(self._open)
 
     def next_requests(self, limit: int) -> list[SampleRequest]:
-        return [self._judging.request(*key, self._max_tokens) for key in self.next_keys(limit)]
+        wanted = (key for key in self._unasked if key[0] in self._open)
+        return [self._judging.request(*key, self._job.max_response_length) for key in islice(wanted, limit)]
 
     def record(self, response: Response) -> None:
         correct = self._judging.is_correct(response.problem, response.text)
         self._judging.write(self._journal, response, correct=correct)
-        self.count(*response.key, correct, response.length)
+        self._count(*response.key, correct, response.length)
+
+    def _count(self, problem: str, response: int, correct: bool, tokens: int) -> None:
+        """Count a response, whether it comes from an engine or from the journal; one of no such index is refused."""
+        tally, key, most = self.tallies.get(problem), (problem, response), self._job.responses_per_problem - 1
+        if tally is None or not 0 <= response <= most or key in self._counted:
+            words = f"response {response} to problem {problem} is none of this job's, or was counted before"
+            allowed = f"each response from 0 to {most} once, to a problem of the data set"
+            raise CheckpointStateError(words, allowed=allowed, remedy=START_AGAIN)
+        self._counted.add(key)
+        self.words = f"problems decided, {len(self._counted)} responses"
+        self.tokens += tokens
+        tally.drawn += 1
+        tally.correct += correct
+        tally.verdict = self._job.verdict(tally.correct, tally.drawn)
+        if tally.verdict != "open":
+            self._open.discard(problem)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the result when all verdicts are decided."""
+        tallies, drawn = self.tallies.values(), len(self._counted)
+        too_easy = sum(tally.correct > self._job.most for tally in tallies)
+        kept = sum(tally.verdict == "kept" for tally in tallies)
+        histogram = [0] * BINS  # problems by accuracy over the responses drawn, from 0 to 1
+        for tally in tallies:
+            if tally.drawn:  # a window from 0 to 1 keeps all, and none is drawn
+                histogram[min(tally.correct * BINS // tally.drawn, BINS - 1)] += 1
+        return {
+            "kept": kept,
+            "too_easy": too_easy,
+            "too_hard": len(tallies) - kept - too_easy,
+            "responses_drawn": drawn,
+            "responses_saved": self.total * self._job.responses_per_problem - drawn,  # the verdicts did not need them
+            "tokens_drawn": self.tokens,
+            "histogram": histogram,
+        }
 
 
 def build_sanity_set(settings: SanitySet, console: Console) -> dict[str, Any]:
@@ -58,50 +109,26 @@ def build_sanity_set(settings: SanitySet, console: Console) -> dict[str, Any]:
     of_job: dict[str, Any] = {"low": str(settings.low), "high": str(settings.high), "data": data.digest}
     of_job |= {"responses_from": judging.model.fingerprint, "temperature": 1.0, "top_p": 1.0}
     with job.journal(judging.settings() | of_job) as journal:
-        schedule = _Responses(settings, journal, judging, problems)
+        responses = _Responses(settings, journal, judging, problems)
         sampler = SamplerSettings(
             model=settings.model,
             dtype=settings.dtype,
             max_model_len=settings.max_prompt_length + settings.max_response_length,
             more={"generation_config": "vllm"},  # a model's own may name further tokens that end a response
         )
-        job.complete(f"sample-{settings.dtype}", [schedule], partial(VllmEngine, sampler))
-        summary = summarise(data, schedule)
+        job.complete(f"sample-{settings.dtype}", [responses], partial(VllmEngine, sampler))
+        duplicates = data.table.num_rows - len(data.problems)  # they are sampled and written once
+        summary = {"rows": data.table.num_rows, "duplicates": duplicates, **responses.summary()}
         summary |= {"unreadable": sum(judging.left_out.values()), "overlong": len(lengths) - len(problems)}
-        verdicts = {
-            name: {"correct": tally.correct_count, "drawn": tally.drawn, "verdict": schedule.verdict(name).value}
-            for name, tally in schedule.tallies.items()
-        }
-        job.write({"summary": summary, "problems": verdicts})
+        job.write({"summary": summary, "problems": {name: asdict(one) for name, one in responses.tallies.items()}})
         rows = [(name.replace("_", " "), str(value)) for name, value in summary.items()]
         console.print(terminal_table(["sanity set", ""], rows, framed=True))
         if not summary["kept"]:
-            problem = f"{settings.window} keeps none of {len(schedule.tallies)} problems, of which so many have an "
+            problem = f"{settings.window} keeps none of {len(problems)} problems, of which so many have an "
             problem += f"accuracy from 0 to 10%, to 20%, ...: {', '.join(map(str, summary['histogram']))}"
             remedy = "Choose a window where there are problems; or check --reward and the prompts if all are 0."
             raise ConfigurationError(problem, remedy=remedy)
-        data.write(job.folder / "kept.parquet", schedule.kept())
+        kept = [name for name, tally in responses.tallies.items() if tally.verdict == "kept"]
+        data.write(job.folder / "kept.parquet", kept)
     job.show_written(["kept.parquet", "summary.json"])
     return summary
-
-
-def summarise(data: DataSet, schedule: Schedule) -> dict[str, Any]:
-    """Return the result of a schedule whose verdicts are all decided."""
-    window, tallies = schedule.window, schedule.tallies.values()
-    dropped = [tally for name, tally in schedule.tallies.items() if schedule.verdict(name) is Verdict.DROPPED]
-    too_easy = sum(tally.correct_count > window.most for tally in dropped)
-    histogram = [0] * BINS  # problems by accuracy over the responses drawn, from 0 to 1
-    for tally in tallies:
-        if tally.drawn:  # a window from 0 to 1 keeps all, and none is drawn
-            histogram[min(tally.correct_count * BINS // tally.drawn, BINS - 1)] += 1
-    return {
-        "rows": data.table.num_rows,
-        "duplicates": data.table.num_rows - len(data.problems),  # they are sampled and written once
-        "kept": len(tallies) - len(dropped),
-        "too_easy": too_easy,
-        "too_hard": len(dropped) - too_easy,
-        "responses_drawn": schedule.drawn,
-        "responses_saved": len(tallies) * window.responses - schedule.drawn,  # the verdict was decided without them
-        "tokens_drawn": sum(tally.tokens for tally in tallies),
-        "histogram": histogram,
-    }

@@ -1,15 +1,18 @@
 """What `verl-precision evaluate` evaluates, and which problems `verl-precision sanity-set` keeps."""
 
+import math
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from verl_precision.base.dtypes import Dtype
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.settings import command_option, option, require_each_once, settings
-from verl_precision.tools.evaluate.schedule import Window
 from verl_precision.tools.jobs.settings import JobSettings
+
+Verdict = Literal["open", "kept", "dropped"]  # on a problem
 
 
 @settings(command_option, kw_only=True)
@@ -57,16 +60,20 @@ class Evaluation(JudgedJob):
 
 @settings(command_option, kw_only=True)
 class SanitySet(JudgedJob):
-    """A data set, and the window of accuracies in which its problems are kept."""
+    """A data set, and the window of accuracies in which its problems are kept, both ends included.
+
+    With k of m responses correct, n to be drawn in all, and n - m still open, the final number of correct responses
+    lies in [k, k + n - m]. A problem is kept if it ends in [⌈low n⌉, ⌊high n⌋]. The verdict is decided as soon as that
+    whole interval lies inside (kept), or outside (dropped). Whole numbers only, so that 20% of 40 is 8 and not
+    8.000000000000002.
+    """
 
     verb: ClassVar[str] = "sanity-set"
     data: Path = option(argument=True, help="Data set in verl's format: a .parquet or .jsonl file.", recorded=False)
     model: str = option("--model", "-m", help="Folder or hub name of the model that will be trained.")
-    responses_per_problem: int = option(
-        "--responses-per-problem", "-n", default=Window.responses, help="Number of responses.", ge=1
-    )
-    low: Fraction = option(default=Window.low, help="Lowest accuracy kept, e.g. 0.2 or 1/5.")
-    high: Fraction = option(default=Window.high, help="Highest accuracy kept.")
+    responses_per_problem: int = option("--responses-per-problem", "-n", default=40, help="Number of responses.", ge=1)
+    low: Fraction = option(default=Fraction(1, 5), help="Lowest accuracy kept, e.g. 0.2 or 1/5.")
+    high: Fraction = option(default=Fraction(4, 5), help="Highest accuracy kept.")
     dtype: Dtype = option(default="fp16", help="Dtype of the engine.")
     max_prompt_length: int = option(default=1024, help="Largest number of tokens; longer prompts are left out.", ge=1)
     max_response_length: int = option(default=6976, help="Largest number of tokens; longer responses are cut.", ge=1)
@@ -74,9 +81,32 @@ class SanitySet(JudgedJob):
 
     def __post_init__(self) -> None:
         """Refuse a window that cannot keep anything."""
-        self.window  # noqa: B018 - it refuses
+        if not 0 <= self.low <= self.high <= 1:
+            raise ConfigurationError(self.window, allowed="0 <= low <= high <= 1", remedy="The paper keeps 0.2 to 0.8.")
+        if self.fewest > self.most:
+            problem = f"{self.window}: no accuracy of {self.responses_per_problem} responses lies between them"
+            raise ConfigurationError(problem, remedy="Widen the window or draw more responses.")
 
     @property
-    def window(self) -> Window:
-        """The accuracies that are kept."""
-        return Window(self.responses_per_problem, self.low, self.high)
+    def window(self) -> str:
+        """The window as options of the command line."""
+        return f"--low {float(self.low):g} --high {float(self.high):g}"
+
+    @property
+    def fewest(self) -> int:
+        """Smallest final number of correct responses that is kept."""
+        return math.ceil(self.low * self.responses_per_problem)
+
+    @property
+    def most(self) -> int:
+        """Largest final number of correct responses that is kept."""
+        return math.floor(self.high * self.responses_per_problem)
+
+    def verdict(self, correct: int, drawn: int) -> Verdict:
+        """Return what is known after m = `drawn` responses, k = `correct` of them correct."""
+        left = self.responses_per_problem - drawn
+        if correct > self.most or correct + left < self.fewest:
+            return "dropped"
+        if correct >= self.fewest and correct + left <= self.most:
+            return "kept"
+        return "open"

@@ -8,14 +8,14 @@ from typer import Argument, BadParameter, Option
 from verl_precision.cli.verb import ENGINES, FIGURES, console, run_job, silence_third_party, verb
 
 
-@verb("Before a run", "verl_precision.tools.gap.pairs.settings:MismatchJob", needs=(*FIGURES, *ENGINES, "verl"))
+@verb("Before a run", "verl_precision.tools.gap.settings:MismatchJob", needs=(*FIGURES, *ENGINES, "verl"))
 def mismatch(given: dict[str, Any]) -> None:
     """Sample in some dtypes, score in others, and show how far the probabilities of the two engines are apart.
 
     Nothing is trained. Writes table.md, summary.json and figures. A job that was interrupted continues when the
     command is repeated. One model is in memory at a time.
     """
-    from verl_precision.tools.gap.pairs.settings import MismatchJob
+    from verl_precision.tools.gap.settings import MismatchJob
 
     job = MismatchJob(**given)
     from verl_precision.tools.gap.pairs.session import measure_mismatch
@@ -23,7 +23,7 @@ def mismatch(given: dict[str, Any]) -> None:
     run_job(job, measure_mismatch)
 
 
-@verb("A run", "verl_precision.tools.gap.explain.settings:Explanation")
+@verb("A run", "verl_precision.tools.gap.settings:Explanation")
 def explain(
     given: dict[str, Any],
     overrides: Annotated[
@@ -44,14 +44,12 @@ def explain(
     consecutive steps is attributed to the one setting that changed, and the parts add up to the whole gap. "Nothing is
     wrong" is an answer too.
 
-    With --recipe, settings are the recipe's. With --run, the command with a run's settings is printed.
-
     Writes explanation.json. A job that was interrupted continues when the command is repeated. One model is in memory
     at a time.
     """
     from verl_precision.base.settings import command_option
     from verl_precision.base.versions import require_packages
-    from verl_precision.tools.gap.explain.settings import Explanation
+    from verl_precision.tools.gap.settings import Explanation
 
     if (recipe and run) or (overrides and not recipe):
         raise BadParameter("allowed is --recipe with its overrides, or --run, or neither. Leave one out.")

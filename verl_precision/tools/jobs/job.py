@@ -45,7 +45,7 @@ class Tasks:
 
     def __init__(self, words: str, keys: Sequence[Key], finished: Collection[Key]) -> None:
         """Begin with what is finished, to which `record` adds; `words` say what `done` counts."""
-        self._words, self.total = words, len(keys)
+        self.words, self.total = words, len(keys)
         self.missing = [key for key in keys if key not in finished]
         self._finished = finished
         self._unasked = iter(self.missing)
@@ -54,11 +54,6 @@ class Tasks:
     def done(self) -> int:
         """How much is done; the tasks are finished when this is `total`."""
         return len(self._finished)
-
-    @property
-    def words(self) -> str:
-        """What `done` counts."""
-        return self._words
 
     def next_requests(self, limit: int) -> list[SampleRequest]:
         """Return up to so many requests, each once."""

@@ -195,8 +195,6 @@ def change_tree(path: Path, goal: State, installed: bool = False) -> str:
     if tree.installed and not installed:
         remedy = "Unpack a copy and patch that, or name it: --installed."
         raise tree.refused("an installed package; nothing was touched", remedy)
-    if installed and not tree.installed:
-        raise tree.refused("--installed, and it is not an installed package", "Leave --installed out.")
     if tree.state is goal:
         return f"verl {tree.series.version} is {goal.value} already: {tree.root}"
     tree.change()

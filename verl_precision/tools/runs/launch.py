@@ -141,12 +141,12 @@ def stage_of(line: str, current: int) -> int:
     return next(reached, current)
 
 
-def end_processes(process: subprocess.Popen | None, mark: str, grace_seconds: float = _GRACE_SECONDS) -> None:
+def end_processes(process: subprocess.Popen | None, mark: str) -> None:
     """End the driver, which has some seconds to end by itself, and every process that carries its run's mark."""
     if process is not None and process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(grace_seconds)
+            process.wait(_GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

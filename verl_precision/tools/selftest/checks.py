@@ -1,33 +1,149 @@
-"""What a check of the self-test is, and all of them by name, in the order in which they are registered."""
+"""Short runs of verl's own `main_ppo` with vLLM and Ray, and faults that must stop a run."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
-# What a check measured, by name with its unit.
-Figures = dict[str, float | int | str]
+from verl_precision.base.errors import CheckFailedError, RunFailedError, require
+from verl_precision.base.overrides import quoted
+from verl_precision.mismatch.metric_names import K3_KL
+from verl_precision.tools.runs.fork_server import workers_forked_on_cpu
+from verl_precision.tools.runs.launch import run_verl
+from verl_precision.tools.runs.read import Rows, read_metrics
+from verl_precision.tools.tiny_model import write_problems
+
+Figures = dict[str, float | int | str]  # what a check measured, by name with its unit
 Function = Callable[[str, Path], Figures]
-F = TypeVar("F", bound=Function)
 
 
 class Check(NamedTuple):
     """One check."""
 
-    name: str  # on the command line and in selftest.json
     shows: str  # what is known when it has passed
-    function: Function  # of the device and a folder of its own; it returns what it measured, or raises
-    seconds: int = 300  # time limit
+    function: Function  # of the device and a new folder of its own; it returns what it measured, or raises
     needs_gpu: str = ""  # why a CPU cannot run it
 
 
-CHECKS: dict[str, Check] = {}
+SECONDS = 600  # most that one run may take
+RECIPE = Path(__file__).with_name("stack.yaml")
+_ROUNDED = "actor_rollout_ref.actor.fsdp_config.stochastic_rounding_to=bf16"
+_WORKER = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
+_EXTENSION = f"{_WORKER}=verl_precision.tools.selftest.selftest_faults"
+_LORA = [f"actor_rollout_ref.model.{each}" for each in ("lora_rank=8", "lora_alpha=16", "target_modules=all-linear")]
+_LOSS_SCALE, _TOO_LARGE = "actor_rollout_ref.actor.fsdp_config.loss_scale", 2.0**32
+_ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
 
 
-def check(name: str, shows: str, **limits: Any) -> Callable[[F], F]:
-    """Register a function as a check, with fields of `Check`."""
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
+    """Return the reward in all of these runs, minus the response's length: any policy can learn to be shorter."""
+    return -float(len(solution_str))
 
-    def register(function: F) -> F:
-        CHECKS[name] = Check(name, shows, function, **limits)
-        return function
 
-    return register
+def _trains(device: str, folder: Path, overrides: Sequence[str], reports: str = "", sleeps: bool = False) -> Figures:
+    """Do two steps with overrides, which must be healthy."""
+    rows = _run(device, folder, "trainer.total_training_steps=2", *overrides, sleeps=sleeps)
+    _healthy(rows, steps=2)
+    layers = {reports: rows[-1][f"weight_sync/{reports}"]} if reports else {}
+    return {**layers, K3_KL: rows[-1][K3_KL]}
+
+
+def _stops(device: str, folder: Path, override: str, words: str) -> Figures:
+    """Run with a fault, planted by an override: it must stop with these words."""
+    try:
+        _run(device, folder, "trainer.total_training_steps=1", override)
+    except RunFailedError as error:
+        first = next((line for line in str(error).splitlines() if words in line), None)
+        require(first is not None, f"the run stopped for another reason: {error}")
+        return {"message": str(first).strip()[:200]}
+    raise CheckFailedError("the run went on with the planted fault")
+
+
+def _overflows(device: str, folder: Path) -> Figures:
+    """Train two steps from a loss scale at which every gradient overflows FP16."""
+    rows = _run(device, folder, "trainer.total_training_steps=2", f"{_LOSS_SCALE}.initial={_TOO_LARGE}")
+    found = [(row["precision/skipped_steps"], row["precision/loss_scale"]) for row in rows]
+    expected = [(1, _TOO_LARGE / 2), (1, _TOO_LARGE / 4)]
+    require(found == expected, f"skipped updates and loss scales are {found}, and {expected} were expected")
+    return {"last_scale": found[-1][1]}
+
+
+def _compares(device: str, folder: Path) -> Figures:
+    """Train three steps in FP16 and in BF16; compare the mismatch."""
+    gaps = {}
+    for precision in ("fp16", "bf16"):
+        rows = _run(device, folder / precision, f"precision={precision}")
+        _healthy(rows, steps=3)
+        gaps[precision] = sum(row[K3_KL] for row in rows) / len(rows)
+    times = gaps["bf16"] / gaps["fp16"]
+    require(times > 10, f"the k3 KL is only {times:.1f} times smaller in FP16; expected are 50 to 100 times")
+    return {"k3_fp16": gaps["fp16"], "k3_bf16": gaps["bf16"], "times": times}
+
+
+def _healthy(rows: Rows, steps: int) -> None:
+    require(len(rows) == steps, f"{len(rows)} of {steps} steps were done")
+    for row in rows:
+        gap, bound = row.get("weight_sync/canary_gap"), row.get("weight_sync/canary_bound", 0.0)
+        require(gap is None or gap < bound, f"the canary's gap is {gap} nats, its bound {bound}")
+        require(row[K3_KL] < 0.1, f"{K3_KL} is {row[K3_KL]:g}: the rollout samples from another policy")
+
+
+def _run(device: str, folder: Path, *overrides: str, sleeps: bool = False) -> Rows:
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "prompts.jsonl"
+    write_problems(data, "selftest", ((f"say {number}", "") for number in range(32)))
+    own = [f"scale={'cpu' if device == 'cpu' else '1x1_gpu'}", f"reward.custom_reward_function.path={quoted(__file__)}"]
+    own += [f"data.{files}={quoted(data)}" for files in ("train_files", "val_files")]
+    if device != "cpu":  # start-up is the check's time: no graphs; no profiling of memory that others may use as well
+        rollout = "actor_rollout_ref.rollout"
+        own += [f"{rollout}.enforce_eager=True", f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={2**30}"]
+        own += [f"{rollout}.free_cache_engine={sleeps}", f"++{rollout}.enable_sleep_mode={sleeps}"]
+    end = time.monotonic() + SECONDS
+
+    def in_time(*progress: object) -> None:
+        require(time.monotonic() < end, f"its run was not done after {SECONDS} s")
+
+    with workers_forked_on_cpu():
+        run_verl(RECIPE, [*own, *overrides], folder / "run", in_time)
+    return read_metrics(folder / "run" / "metrics.jsonl")
+
+
+_MERGED = "actor_rollout_ref.model.lora.merge"
+# By name on the command line and in selftest.json.
+CHECKS = {
+    "tied_model": Check(
+        "a tied model trains, sleeps, wakes; every layer verified",
+        partial(_trains, overrides=["tiny_architecture=qwen3_tied"], reports="verified_layers", sleeps=True),
+    ),
+    "moe": Check(
+        "a mixture of experts trains in FP16",
+        partial(_trains, overrides=["tiny_architecture=qwen3_moe"], reports="unverified_layers"),
+    ),
+    "lora_merged": Check(
+        "LoRA, merged for the rollout",
+        partial(_trains, overrides=[*_LORA, f"{_MERGED}=True"], reports="verified_layers"),
+    ),
+    "lora_adapter": Check(
+        "LoRA, as an adapter of the rollout", partial(_trains, overrides=[*_LORA, f"{_MERGED}=False"])
+    ),
+    "fsdp1": Check(
+        "a run under FSDP1",
+        partial(_trains, overrides=[f"{role}.strategy=fsdp" for role in _ROLES]),
+        needs_gpu="FSDP1 cannot wrap CPU parameters",
+    ),
+    "flipped_bit": Check(
+        "one flipped bit in a weight sync stops the run",
+        partial(_stops, override=f"{_EXTENSION}.FlippedBit", words="other values"),
+    ),
+    "lost_tensor": Check(
+        "a tensor lost in a weight sync stops the run",
+        partial(_stops, override=f"{_EXTENSION}.LostTensor", words="never received"),
+    ),
+    "bf16_sender": Check(
+        "weights rounded to BF16 on the way stop the run",
+        partial(_stops, override=_ROUNDED, words="too coarse for a rollout in"),
+    ),
+    "overflow": Check("an overflow skips the update and halves the loss scale", _overflows),
+    "precision_gap": Check("BF16 has at least 10 times the mismatch of FP16", _compares),
+}

@@ -1,7 +1,5 @@
 """verl's engine outside of a training run: a process group of one rank, and whole sequences as a batch."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,16 +12,6 @@ def make_group_of_one(device: str) -> None:
     """Make the default process group, of this process alone."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "cpu:gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
-@contextmanager
-def one_rank(device: str) -> Iterator[None]:
-    """Have a process group of this process alone inside the block."""
-    make_group_of_one(device)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def engine_batch(sequences: list[Tensor], **settings: object) -> Any:

@@ -4,7 +4,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
-from typer import BadParameter, Exit, Option
+from typer import Exit, Option
 
 from verl_precision.base.errors import after_ctrl_c
 from verl_precision.cli.verb import console, say, verb
@@ -16,7 +16,6 @@ def selftest(
         list[str] | None,
         Option(help="Name of a check, e.g. flipped_bit; a wrong name lists all. Repeat it for several."),
     ] = None,
-    device: Annotated[str | None, Option(help="cuda or cpu. Default: the GPU, if torch sees one.")] = None,
     output: Annotated[Path | None, Option(help="Folder of the results.")] = None,
 ) -> None:
     """Test whether this machine is fit for FP16 RL: short runs of verl, vLLM and Ray, overflows, planted faults.
@@ -28,11 +27,8 @@ def selftest(
 
     from verl_precision.tools.selftest.session import run_selftest
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device not in ("cuda", "cpu"):
-        raise BadParameter(f"--device {device}: allowed: cuda, cpu")
     folder = output or Path("outputs") / "selftest" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     with after_ctrl_c(f"every process has ended. Results until then: {folder}"):
-        outcomes = run_selftest(folder, device, only or [], console)
+        outcomes = run_selftest(folder, "cuda" if torch.cuda.is_available() else "cpu", only or [], console)
     say(f"Results: {folder}")
     raise Exit(1 if any(outcome.status == "failed" for outcome in outcomes) else 0)

@@ -4,17 +4,16 @@ import io
 import json
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
-from made_up import bf16_rounds, two_tokens
+from made_up import two_tokens
 from rich.console import Console
 
 from verl_precision.tools.gap.explain import session
-from verl_precision.tools.gap.explain.judge import Routing, judge
-from verl_precision.tools.gap.explain.settings import Explanation
+from verl_precision.tools.gap.explain.judge import judge
 from verl_precision.tools.gap.explain.variants import REPLAYED, variants
+from verl_precision.tools.gap.settings import Explanation
 
 
 @pytest.fixture
@@ -41,16 +40,6 @@ def test_healthy_pair(explain, made_up, tmp_path):
     assert sum(step["k3"] for step in content["steps"]) == pytest.approx(content["k3"])
 
 
-def test_fault_between_the_engines(explain, made_up):
-    def wrong(name):
-        return (-1.2, -2.0) if name.startswith("rollout") else bf16_rounds(name)
-
-    made_up.answer = partial(two_tokens, log_probs=wrong)
-    result, shown, _ = explain()
-    assert result.findings[0].variant.cause == "engine" and result.findings[0].fault
-    assert "Something is wrong. engine: the two engines do not compute the same function" in shown
-
-
 def test_tokens_that_a_second_drawing_changes_are_left_out(explain, made_up):
     def other_second_token(name, request):
         answer = two_tokens(name, request)
@@ -74,7 +63,7 @@ def test_a_fault_keeps_what_it_does_to_the_choices():
         sizes = [sum(step.get(one.cause, 0.0) for step in steps) for one in chain]
         return dict(zip((one.name for one in chain), np.cumsum(sizes)[:, None] * signs, strict=True))
 
-    found = judge(job, chain, along(rounding, routing), Routing(along(routing), 0.1), 128)
+    found = judge(job, chain, along(rounding, routing), along(routing), 128)
     sizes = {"weights": 0.6, "decode": 0.4, "rollout_precision": 0.01, "trainer_precision": 0.01, "routing": 0.002}
     assert {each.variant.cause: round(each.part.size, 6) for each in found.findings if each.part.size} == sizes
     assert {each.variant.cause for each in found.findings if each.fault} == {"weights", "decode"}
@@ -98,13 +87,12 @@ def choosing(other):
     return answer
 
 
-@pytest.mark.parametrize(("other", "cost", "changed"), [(2, 0.3, 0.5), (0, 0.0, 0.0)])
-def test_other_choices_are_a_cause(explain, made_up, other, cost, changed):
+@pytest.mark.parametrize(("other", "cost"), [(2, 0.3), (0, 0.0)])
+def test_other_choices_are_a_cause(explain, made_up, other, cost):
     made_up.answer = choosing(other)
     result, _, _ = explain(model="tiny:qwen3_moe", packed=True)
     routing = next(each for each in result.findings if each.variant.cause == "routing")
     assert routing.part.size == pytest.approx(cost / 2, abs=1e-6), "the first of two tokens"
-    assert routing.evidence == f"{changed:.2%} of the choices differ between rollout and trainer"
     assert routing.fault == (cost > 0) and (not cost or result.findings[0] is routing)
     by_cause = {each.variant.cause: each.part.size for each in result.findings}
     assert by_cause["trainer_precision"] == pytest.approx(0.005, abs=1e-6), "rounding is what it is without them"

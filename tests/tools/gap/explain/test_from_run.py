@@ -14,7 +14,7 @@ from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 from verl_precision.tools.checking.composing import compose_recipe
 from verl_precision.tools.gap.explain import session
 from verl_precision.tools.gap.explain.from_run import explained_by
-from verl_precision.tools.gap.explain.settings import Explanation
+from verl_precision.tools.gap.settings import Explanation
 
 RECIPE = Path(__file__).parents[4] / "recipes" / "quickstart" / "quickstart.yaml"
 ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
@@ -32,6 +32,7 @@ def changed(config, *dotlist):
 
 @pytest.mark.parametrize(("change", "name", "value"), [
     ("", "train_dtype", "bf16"),
+    (f"{ROLLOUT}.dtype=half", "rollout_dtype", "fp16"),
     ("", "prompts", "recipes/quickstart/prompts.jsonl"),
     (f"trainer.device=cuda {ROLLOUT}.enforce_eager=false", "cuda_graphs", True),
     (f"trainer.device=cuda {ROLLOUT}.enforce_eager=true", "cuda_graphs", False),
@@ -75,34 +76,21 @@ def test_options_give_the_settings_back(quickstart, monkeypatch, tmp_path, root,
 
 
 @pytest.fixture
-def run_folder(tmp_path, root):
-    """Return the folder of a run with a config: Hydra's copy of a small one."""
+def run_folder(tmp_path, root, quickstart):
+    """Return the folder of a run with a config: Hydra's copy."""
     folder = tmp_path / "run"
     shutil.copytree(root / "tests" / "data" / "quickstart" / "fp16", folder)
-    text = """
-trainer: {device: cpu}
-algorithm: {adv_estimator: grpo}
-critic: {enable: false}
-data: {train_files: [prompts.jsonl], max_response_length: 64}
-actor_rollout_ref:
-  model: {path: "tiny:qwen3", use_remove_padding: true}
-  rollout: {name: vllm, dtype: half, temperature: 1.0, top_p: 0.8, top_k: -1, enable_prefix_caching: false}
-  actor: {strategy: fsdp2, use_kl_loss: false, ppo_max_token_len_per_gpu: 256, fsdp_config: {
-    _target_: verl_precision.integration.engine.engine_config.PrecisionFSDPConfig,
-    mixed_precision: {param_dtype: fp16}}}
-"""
     config = folder / "hydra" / ".hydra" / "config.yaml"
     config.parent.mkdir(parents=True)
-    config.write_text(text)
+    OmegaConf.save(changed(quickstart, f"{ROLLOUT}.top_p=0.8", "data.train_files=[prompts.jsonl]"), config)
     return folder
 
 
 def test_a_run_folder(run_folder, typed):
     code, said = typed("explain", "--run", run_folder)
     assert code == 0, said
-    assert "the share of each cause (sampling, decode, batch, rollout_precision, engine, trainer_precision" in said
-    assert "verl-precision explain --rollout-dtype fp16 --train-dtype fp16 --top-p 0.8 --packed" in said
-    assert "--packed --micro-batch-tokens 256 --prompts prompts.jsonl --max-prompts 16" in said
+    assert "the share of each cause (sampling, cache, decode, batch, rollout_precision, engine, trainer_prec" in said
+    assert "--top-p 0.8 --prefix-caching --packed --micro-batch-tokens 256 --prompts prompts.jsonl" in said
     assert sorted(path.name for path in run_folder.iterdir()) == ["hydra", "metrics.jsonl"], "nothing is written"
 
 
@@ -117,7 +105,7 @@ def test_metrics_beside_the_checkpoints_of_a_run(run_folder, tmp_path, typed):
     (checkpoints / "run.yaml").write_text(json.dumps(record))
     metrics = shutil.copy(run_folder / "metrics.jsonl", checkpoints.parent / "experiment-1.5b.jsonl")
     code, said = typed("explain", "--run", metrics)
-    assert code == 0 and "--train-dtype fp16 --top-p 0.8" in said, said
+    assert code == 0 and "--top-p 0.8 --prefix-caching" in said, said
 
 
 def test_a_run_without_config(root, typed):

@@ -14,7 +14,7 @@ from verl_precision.tools.gap.pairs import session
 from verl_precision.tools.gap.pairs.figures import write_figures
 from verl_precision.tools.gap.pairs.measure import measure, ranked
 from verl_precision.tools.gap.pairs.session import cells, growth_cells, markdown, summary
-from verl_precision.tools.gap.pairs.settings import MismatchJob
+from verl_precision.tools.gap.settings import MismatchJob
 from verl_precision.tools.jobs import job
 from verl_precision.tools.jobs.job import Series
 
@@ -109,31 +109,23 @@ def test_table_and_figures_of_a_grid(store, tmp_path):
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in FIGURES)
 
 
-@pytest.fixture
-def measured(tmp_path, monkeypatch, made_up):
-    """Measure two of the built-in prompts with made-up engines; return the pairs, and what is shown."""
-    monkeypatch.setattr(session, "write_figures", lambda folder, pairs, title: FIGURES)  # drawing takes seconds
-
-    def run(**changes):
-        shown = io.StringIO()
-        job = MismatchJob(output=tmp_path / "job", **{"max_prompts": 2, "responses": 3, **changes})
-        return session.measure_mismatch(job, Console(file=shown, width=120)), shown.getvalue()
-
-    return run
-
-
-def test_the_trainers_attention_is_the_one_that_is_asked_for(measured, made_up, monkeypatch, tmp_path):
+def test_the_trainers_attention_is_the_one_that_is_asked_for(made_up, monkeypatch, tmp_path):
     """vLLM chooses its own."""
-    built = {}
+    built, shown = {}, io.StringIO()
 
     def start(build, name, *place):
         built[name] = build
         return made_up.start(build, name, *place)
 
+    def measured(**changes):
+        asked = MismatchJob(output=tmp_path / "job", max_prompts=2, responses=3, **changes)
+        return session.measure_mismatch(asked, Console(file=shown, width=120))
+
+    monkeypatch.setattr(session, "write_figures", lambda folder, pairs, title: FIGURES)  # drawing takes seconds
     monkeypatch.setattr(job, "EngineProcess", start)
-    pairs, shown = measured(attention="eager")
+    pairs, said = measured(attention="eager"), shown.getvalue()
     assert len(made_up.seen) == 12 + 24 and len(pairs) == 4, "every pair on the same responses"
-    assert "6/6 responses sampled in fp16, scored in fp16" in shown and "wrote table.md, summary.json, tokens" in shown
+    assert "6/6 responses sampled in fp16, scored in fp16" in said and "wrote table.md, summary.json, tokens" in said
     attention = {name: getattr(one.args[0], "attention", None) for name, one in built.items()}
     assert attention == {"sample-fp16": None, "sample-bf16": None, "score-fp16": "eager", "score-bf16": "eager"}
     assert "attention of the trainer: eager" in (tmp_path / "job" / "table.md").read_text()

@@ -7,10 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
-from verl_precision.base.dtypes import EXACT
-from verl_precision.base.terminal import paragraph
+from verl_precision.cli.verb import say
 from verl_precision.tools.gap.explain.judge import Finding, Result
-from verl_precision.tools.gap.explain.settings import Explanation
+from verl_precision.tools.gap.settings import Explanation
 from verl_precision.tools.show.tables import percent_text, short_text, terminal_table, write_json
 
 FILE = "explanation.json"
@@ -20,10 +19,6 @@ _COLUMNS = ("step: what is changed", "size (nats)", "by rounding", "part of |gap
 def verdict(job: Explanation, result: Result) -> str:
     """Return the answer in a sentence or two."""
     gap = f"Mean |gap| {result.attribution.nats:.2e} nats, k3 {result.attribution.k3:.2e}."
-    if job.arithmetic == EXACT:
-        (equal,) = (each.part.equal for each in result.findings if each.variant.cause == "engine")
-        tokens = result.attribution.tokens
-        gap += f" In exact arithmetic both engines give {equal * tokens:.0f} of {tokens} tokens equal log-probs."
     if faults := [f"{each.variant.cause}: {each.cause.title}" for each in result.findings if each.fault]:
         return f"{gap} Something is wrong. {'; '.join(faults)}."
     pair = f"{job.train_dtype} training with a {job.rollout_dtype} rollout"
@@ -52,18 +47,13 @@ def advice(result: Result) -> list[Finding]:
 
 def show(job: Explanation, result: Result, console: Console) -> None:
     """Print verdict, table and remedies."""
-
-    def say(text: str) -> None:
-        console.print(paragraph(text, console), soft_wrap=True, highlight=False)
-
-    say(verdict(job, result))
+    say(verdict(job, result), console)
     faults = {number for number, finding in enumerate(result.findings) if finding.fault}
     console.print(terminal_table(_COLUMNS, rows(result), red=faults))
     for each in advice(result):
-        seen = f" Seen: {each.evidence}." if each.evidence else ""
-        say(f"{each.variant.cause}: {each.cause.remedy}. Effect: {each.cause.effect}.{seen}")
+        say(f"{each.variant.cause}: {each.cause.remedy}. Effect: {each.cause.effect}.", console)
     if left_out := result.attribution.left_out:
-        say(f"{left_out} tokens have no finite log-prob in some variant, and are left out.")
+        say(f"{left_out} tokens have no finite log-prob in some variant, and are left out.", console)
 
 
 def write(folder: Path, job: Explanation, result: Result, envelope: Mapping[str, Any]) -> None:
@@ -74,7 +64,7 @@ def write(folder: Path, job: Explanation, result: Result, envelope: Mapping[str,
             "cause": each.variant.cause, "what": each.cause.title, "changed": each.variant.words, "fault": each.fault,
             "size_nats": each.part.size, "expected_nats": each.expected, "nats": each.part.nats, "k3": each.part.k3,
             "k3_without": each.part.without, "share": whole.share(each.part), "equal_fraction": each.part.equal,
-            "evidence": each.evidence, "remedy": each.cause.remedy, "effect": each.cause.effect,
+            "remedy": each.cause.remedy, "effect": each.cause.effect,
         }
         for each in result.findings
     ]  # fmt: skip

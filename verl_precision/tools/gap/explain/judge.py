@@ -15,8 +15,8 @@ import numpy as np
 
 from verl_precision.base.dtypes import DTYPES, EXACT
 from verl_precision.base.files import table_of
-from verl_precision.tools.gap.explain.settings import Explanation
 from verl_precision.tools.gap.explain.variants import Variant, reference
+from verl_precision.tools.gap.settings import Explanation
 
 FLOOR = 2e-6  # nats: FP32's own rounding of a log-prob
 _SMALL = 1e-6  # below this gap k3(g)/g is g/2 to nine digits
@@ -71,7 +71,6 @@ class Finding:
     part: Part
     expected: float  # nats: the size that rounding alone would have
     fault: bool  # whether it is more than that
-    evidence: str = ""  # what else was seen
 
 
 @dataclass(frozen=True)
@@ -84,12 +83,7 @@ class Result:
     bf16_cost: float  # mean |δ| that BF16 makes in the trainer's engine, nats, with the same experts
 
 
-@dataclass(frozen=True)
-class Routing:
-    """What other choices do."""
-
-    log_probs: Mapping[str, np.ndarray]  # variant -> H of its choices, all tokens, nats
-    changed: float  # share of the choices that differ between rollout and trainer, over all layers and tokens
+Routing = Mapping[str, np.ndarray]  # variant -> log-probs H of its choices of experts, all tokens, nats
 
 
 def attribute(log_probs: Sequence[np.ndarray]) -> Attribution:
@@ -138,10 +132,8 @@ def judge(
     """
     before, after = (one.name for one in reference(job, chain))
     cost = log_probs[after] - log_probs[before]
-    evidence = ""
     if routing is not None:
-        evidence = f"{routing.changed:.2%} of the choices differ between rollout and trainer"
-        cost = cost - (routing.log_probs[after] - routing.log_probs[before])
+        cost = cost - (routing[after] - routing[before])
     bf16_cost = float(np.nanmean(np.abs(cost)))
 
     def judged(kept: Collection[str]) -> Result:
@@ -149,7 +141,7 @@ def judge(
         if routing is not None:
             steps, values = with_routing(chain, log_probs, routing, kept)
         attribution = attribute(values)
-        return Result(steps, findings(job, steps, attribution, bf16_cost, terms, evidence), attribution, bf16_cost)
+        return Result(steps, findings(job, steps, attribution, bf16_cost, terms), attribution, bf16_cost)
 
     # Steps that are no rounding, and then all that are faults: what they do to the choice of experts is their own.
     no_rounding = {cause for cause, known in CAUSES.items() if not known.rounding_of}
@@ -169,7 +161,7 @@ def with_routing(
     found = [log_probs[chain[0].name]]
     for before, after in pairwise(chain):
         if after.cause not in kept:
-            moved = moved + routing.log_probs[after.name] - routing.log_probs[before.name]
+            moved = moved + routing[after.name] - routing[before.name]
         found.append(log_probs[after.name] - moved)
     step = replace(chain[-1], name="routed", cause="routing", words="with the experts that it chooses itself")
     return [*chain, step], [*found, log_probs[chain[-1].name]]
@@ -182,16 +174,11 @@ def longest_sum(described: Mapping[str, Any]) -> int:
 
 
 def findings(
-    job: Explanation,
-    chain: Sequence[Variant],
-    attribution: Attribution,
-    bf16_cost: float,
-    terms: int,
-    evidence: str = "",
+    job: Explanation, chain: Sequence[Variant], attribution: Attribution, bf16_cost: float, terms: int
 ) -> list[Finding]:
     """Judge each step; faults come first, the largest part of the k3 before.
 
-    `evidence` is that of `routing`. No rounding excuses a step that stays in exact arithmetic.
+    No rounding excuses a step that stays in exact arithmetic.
     A dtype with n more bits than BF16 is expected to make 2⁻ⁿ of its cost. Of BF16 and FP16 that is all: their products
     are summed in FP32, and rounded once. FP32's own sums are rounded at every term, and the errors of K terms add up
     like a random walk's, to √K times one rounding (Higham and Mary 2019, doi:10.1137/18M1226312); K is `terms`.
@@ -206,6 +193,5 @@ def findings(
         if bits and min(bits) == DTYPES["fp32"].bits:
             expected *= math.sqrt(terms)
         fault = part.size > max(cause.most * expected, FLOOR)
-        seen = evidence if variant.cause == "routing" else ""
-        found.append(Finding(variant, cause, part, expected, fault, seen))
+        found.append(Finding(variant, cause, part, expected, fault))
     return sorted(found, key=lambda one: (not one.fault, -one.part.k3))

@@ -3,12 +3,11 @@
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from huggingface_hub import snapshot_download
 from rich.console import Console
 from safetensors import safe_open
@@ -17,16 +16,13 @@ from safetensors.torch import load_file, save_file
 from verl_precision.base.dtypes import DTYPES, torch_dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import new_folder
-from verl_precision.base.mergeable import Mean
 from verl_precision.engine.router_replay import FAMILIES as ROUTED_FAMILIES
-from verl_precision.engine.router_replay import equal_choices
 from verl_precision.tools.engines.engine import SampleRequest, SamplerSettings, ScorerSettings
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.model import find_model, model_location
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 from verl_precision.tools.gap.explain.answer import FILE, show, write
-from verl_precision.tools.gap.explain.judge import Result, Routing, judge, longest_sum
-from verl_precision.tools.gap.explain.settings import Explanation
+from verl_precision.tools.gap.explain.judge import Result, judge, longest_sum
 from verl_precision.tools.gap.explain.variants import (
     REPLAYED,
     ROLLOUT,
@@ -36,6 +32,7 @@ from verl_precision.tools.gap.explain.variants import (
     replayed,
     variants,
 )
+from verl_precision.tools.gap.settings import Explanation
 from verl_precision.tools.jobs.job import Job, Series, Store, Tasks, open_store
 from verl_precision.tools.jobs.journal import Key
 from verl_precision.tools.jobs.problems import prompt_tokens
@@ -53,16 +50,14 @@ def explain(
     models["rollout"].require_dtypes("--rollout-dtype", [job.rollout_dtype])
     models["rollout"].require_arithmetic(job.arithmetic)
     routed = models["trainer"].config.get("model_type") in ROUTED_FAMILIES
-    fingerprints = {
-        "model_fingerprint": models["trainer"].fingerprint,
-        "rollout_model_fingerprint": models["rollout"].fingerprint,
-    }
     response_tokens = job.max_response_tokens + 1  # vLLM scores a prompt only if it draws one token more
     prompt_ids = prompt_tokens(job, models["trainer"], models["rollout"], response_tokens)
     length = max(map(len, prompt_ids)) + response_tokens
     chain = variants(job, routed)
     wanted = list(dict.fromkeys([*chain, *reference(job, chain)]))
-    with open_store(under_way, job, prompt_ids, **fingerprints) as store:
+    fingerprint, of_rollout = models["trainer"].fingerprint, models["rollout"].fingerprint
+    of_models = {"model_fingerprint": fingerprint, "rollout_model_fingerprint": of_rollout}
+    with open_store(under_way, job, prompt_ids, **of_models) as store:
 
         def fill(works: Sequence[Tasks], variant: Variant) -> None:
             if any(work.done < work.total for work in works):  # else its weights are not made
@@ -78,7 +73,7 @@ def explain(
         routing = None
         if routed:
             fill([_Replay(store, one, engine_of(chain)) for one in wanted], replayed(chain))
-            routing = _read_routing(store, chain, wanted[len(chain) :], engine_of(chain))
+            routing = {one.name: _read_routing(store, one, engine_of(chain)) for one in wanted}
     for weights in folder.glob("weights-*"):
         shutil.rmtree(weights)
     result = judge(job, chain, found, routing, longest_sum(models["trainer"].config))
@@ -179,7 +174,12 @@ class _Replay(Series):
     def __init__(self, store: Store, variant: Variant, engine: Variant) -> None:
         """Find what is missing; both variants are complete."""
         self._variant = variant
-        keys = [key for key in store.keys if _equal(store, variant, engine, key).value() < 1]
+
+        def differ(key: Key) -> bool:  # a token's experts are a set
+            ours, theirs = (np.sort(_experts(store, each, key)) for each in (variant, engine))
+            return bool((ours != theirs).any())
+
+        keys = [*filter(differ, store.keys)]
         what = f"responses scored: with the experts of {variant.name}"
         super().__init__(store, ROLLOUT, f"{REPLAYED} {variant.name}", what, keys)
 
@@ -188,22 +188,10 @@ class _Replay(Series):
         return replace(super()._request(problem, response), routed_experts=experts)
 
 
-def _read_routing(store: Store, chain: Sequence[Variant], others: Sequence[Variant], engine: Variant) -> Routing:
-    """Return what was scored of the path and of others; the store has the series of `_Replay`."""
-
-    def log_probs(variant: Variant) -> np.ndarray:
-        scored = store.series[engine.series] | store.series[ROLLOUT, f"{REPLAYED} {variant.name}"]
-        return np.concatenate([scored[key].log_probs for key in store.keys]).astype(np.float64)
-
-    found = {one.name: log_probs(one) for one in (*chain, *others)}
-    equal = reduce(Mean.merge, (_equal(store, chain[0], chain[-1], key) for key in store.keys))
-    return Routing(found, 1 - equal.value())
-
-
-def _equal(store: Store, one: Variant, other: Variant, key: Key) -> Mean:
-    """Return the share of the choices for one response that two variants have in common, over all layers."""
-    ours, theirs = (torch.from_numpy(_experts(store, each, key)).flatten(0, 1) for each in (one, other))
-    return equal_choices(ours, theirs, torch.ones(len(ours), dtype=torch.bool))
+def _read_routing(store: Store, variant: Variant, engine: Variant) -> np.ndarray:
+    """Return log-probs of all tokens with a variant's choices; the store has its series of `_Replay`."""
+    scored = store.series[engine.series] | store.series[ROLLOUT, f"{REPLAYED} {variant.name}"]
+    return np.concatenate([scored[key].log_probs for key in store.keys]).astype(np.float64)
 
 
 def _experts(store: Store, variant: Variant, key: Key) -> Any:

@@ -52,8 +52,6 @@ def measure(store: Store, rollout: str, train: str) -> Pair:
     pi, mu = (torch.nested.nested_tensor_from_jagged(torch.tensor(x), torch.tensor(offsets)) for x in (pi_N, mu_N))
     k3_N = np.expm1(gap_N) - gap_N
     log_ratios_B, k3_sums_B = np.add.reduceat([gap_N, k3_N], offsets[:-1][filled_B], axis=1)
-    gaps = np.split(gap_N, offsets[1:-1])
-    beginnings = [[gap_T[:prefix].sum() if len(gap_T) >= prefix else math.nan for prefix in PREFIXES] for gap_T in gaps]
     shown = np.random.default_rng(0).choice(len(pi_N), min(TOKENS_SHOWN, len(pi_N)), replace=False)
     return Pair(
         rollout=rollout,
@@ -65,7 +63,7 @@ def measure(store: Store, rollout: str, train: str) -> Pair:
         gaps=gap_N[shown],
         lengths=lengths_B[filled_B],
         sequence_log_ratios=log_ratios_B,
-        growth=_growth(np.array(beginnings)),
+        growth=_growth(np.split(gap_N, offsets[1:-1])),
     )
 
 
@@ -74,15 +72,15 @@ def ranked(pairs: list[Pair]) -> list[Pair]:
     return sorted(pairs, key=lambda pair: (math.isnan(pair.k3), pair.k3))
 
 
-def _growth(beginnings_BK: np.ndarray) -> dict[int, tuple[int, float]]:
-    """Return number and spread of the finite sums of each column of PREFIXES that at least two responses have."""
-    finite_BK = np.isfinite(beginnings_BK)
-    columns = zip(PREFIXES, beginnings_BK.T, finite_BK.T, strict=True)
-    return {
-        prefix: (int(finite_B.sum()), float(sums_B[finite_B].std(ddof=1)))
-        for prefix, sums_B, finite_B in columns
-        if finite_B.sum() > 1
-    }
+def _growth(gaps: list[np.ndarray]) -> dict[int, tuple[int, float]]:
+    """Return how many finite sums of so many first gaps there are, and their spread, where there are at least two."""
+    growth = {}
+    for prefix in PREFIXES:
+        sums = np.array([gap_T[:prefix].sum() for gap_T in gaps if len(gap_T) >= prefix])
+        finite = sums[np.isfinite(sums)]
+        if finite.size > 1:
+            growth[prefix] = finite.size, float(finite.std(ddof=1))
+    return growth
 
 
 def _ratio_error(sums_B: np.ndarray, lengths_B: np.ndarray) -> float:

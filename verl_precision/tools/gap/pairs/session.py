@@ -14,9 +14,10 @@ from verl_precision.tools.engines.model import find_model
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 from verl_precision.tools.gap.pairs.figures import write_figures
 from verl_precision.tools.gap.pairs.measure import Pair, measure, ranked
-from verl_precision.tools.gap.pairs.settings import MismatchJob
+from verl_precision.tools.gap.settings import MismatchJob
 from verl_precision.tools.jobs.job import Job, Series, open_store
 from verl_precision.tools.jobs.problems import prompt_tokens
+from verl_precision.tools.jobs.settings import FLASH
 from verl_precision.tools.show.tables import finite, markdown_page, markdown_table
 
 _COLUMNS = (
@@ -44,7 +45,7 @@ def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
         for train in job.train_dtypes:
             scorer = ScorerSettings(
                 model=job.model, dtype=train, attention=job.attention, micro_batch_tokens=job.micro_batch_tokens,
-                arithmetic=job.arithmetic,
+                packed=job.attention == FLASH, arithmetic=job.arithmetic,
             )  # fmt: skip
             of_all = [Series(store, rollout, train) for rollout in job.rollout_dtypes]
             under_way.complete(f"score-{train}", of_all, partial(TrainerEngine, scorer))
