@@ -21,6 +21,7 @@ _EFFECTS: tuple[tuple[str, Severity, str], ...] = (
     (r"adv_estimator|norm_adv_by_std_in_grpo", "error", "another advantage is trained"),
     (r"worker_extension_cls|send_weight_manifest", "warning", "the weight-sync guard is off"),
     (r"fsdp(_config)?\._target_", "warning", "this package's engine is off, and with it the weight-sync guard"),
+    (r"mixed_precision\.param_dtype", "error", "this part computes in another dtype than the rest"),
     (r"use_kl_loss|use_kl_in_reward|kl_\w+", "warning", "the KL term is another one"),
     (r"entropy_coeff", "warning", "the entropy term is another one"),
     (r"loss_agg_mode|loss_scale_factor", "warning", "tokens and responses are weighed otherwise"),
@@ -64,7 +65,7 @@ def distilled(config: DictConfig, environment: Environment) -> Iterator[Fault]:
         setting = "distillation.distillation_loss.use_policy_gradient"
         kind = f"a policy gradient towards a teacher with verl's {loss.get('policy_loss_mode')}"
     problem = f"verl trains {kind}, {'beside' if tasks else 'and not'} the loss of estimator={choice}"
-    remedy = f"Leave out the distillation, or estimator={choice}.{MEANT}"
+    remedy = f"Leave out the distillation, or the estimator.{MEANT}"
     severity: Severity = "warning" if tasks and not gradient else "error"
     yield Fault(setting, problem, "False", remedy, severity=severity)
 

@@ -18,6 +18,7 @@ from verl_precision.check.probe import gpus_here, probe_environment
 from verl_precision.check.rules.gpu_memory import chosen_scale, gpu_memory, require_known_gpu
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import SEVERITIES, Fault, Severity, fault_of_error
+from verl_precision.check.who_decides import is_about, words_of
 from verl_precision.check.winning_words import REPLACED, WIN, WinningWord, winning_words
 from verl_precision.integration.trainer.run_identity import name_the_run
 from verl_precision.integration.trainer.saving import saves
@@ -125,7 +126,8 @@ def check_recipe(path: Path, overrides: Sequence[str], meant: Meant = HERE, type
         faults = [_with_hint(each, config) for each in find_faults(config, environment, this_machine=False)]
         words = winning_words(config)
         meant_to_win = OmegaConf.select(config, WIN) is False
-        contradicting = [each.word for each in words if each.contradicts and not meant_to_win]
+        lost = [each.setting for each in words if each.contradicts and not meant_to_win]
+        leave_out = [word for key, word in words_of(config) if any(is_about(key, setting) for setting in lost)]
         return RecipeReport(
             rows=list(dtype_table(config)),
             faults=_merged(faults, added(config, overrides)),
@@ -133,7 +135,7 @@ def check_recipe(path: Path, overrides: Sequence[str], meant: Meant = HERE, type
             training=training_table(config, words),
             words=words,
             replaced=OmegaConf.to_container(OmegaConf.select(config, REPLACED, default=OmegaConf.create([]))),
-            way_out=_way_out(list(dict.fromkeys(contradicting)), path, overrides, typed),
+            way_out=_way_out(leave_out, path, overrides, typed),
         )
     except OmegaConfBaseException as error:
         raise unresolved(error, path) from error
