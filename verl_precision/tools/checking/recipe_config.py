@@ -13,7 +13,6 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_precision.base.errors import ConfigurationError, sentence
 from verl_precision.base.other_engines import fit_to_engine
 from verl_precision.check.composition import unresolved
-from verl_precision.check.keys import keys_of
 from verl_precision.check.probe import gpus_here, probe_environment
 from verl_precision.check.rules.gpu_memory import chosen_scale, gpu_memory, require_known_gpu
 from verl_precision.check.rules.registry import find_faults
@@ -24,7 +23,7 @@ from verl_precision.integration.trainer.run_identity import name_the_run
 from verl_precision.integration.trainer.saving import saves
 from verl_precision.tools.checking.composing import MAIN, compose_recipe, composer
 from verl_precision.tools.checking.tables import Row, dtype_table, training_table
-from verl_precision.tools.checking.words import added, unknown, wrong_words
+from verl_precision.tools.checking.words import added, wrong_words
 
 
 @dataclass(frozen=True)
@@ -102,14 +101,6 @@ def _merged(faults: list[Fault], of_words: Iterable[Fault]) -> list[Fault]:
     return sorted((replace(each, problem=sentence(each.problem)) for each in told), key=lambda each: each.rank)
 
 
-def _with_hint(fault: Fault, config: DictConfig) -> Fault:
-    """Return the refusal of a name that a class of verl's does not take with the name that may be meant."""
-    if "unexpected keyword argument" not in fault.problem or OmegaConf.is_dict(OmegaConf.select(config, fault.setting)):
-        return fault
-    every = {*keys_of(OmegaConf.to_container(config, resolve=False))} - {fault.setting}
-    return replace(fault, remedy=unknown(fault.setting, str(fault.value), every).remedy)
-
-
 def check_recipe(path: Path, overrides: Sequence[str], meant: Meant = HERE, typed: Sequence[str] = ()) -> RecipeReport:
     """Compose a recipe as verl would, and ask every rule.
 
@@ -123,7 +114,7 @@ def check_recipe(path: Path, overrides: Sequence[str], meant: Meant = HERE, type
         here = gpus_here() if config.trainer.device == "cuda" else ()
         gpus = here if meant.gpu is None else (require_known_gpu(meant.gpu),)
         environment = probe_environment(config, gpus, why_elsewhere(config, meant, here), meant.model_config)
-        faults = [_with_hint(each, config) for each in find_faults(config, environment, this_machine=False)]
+        faults = find_faults(config, environment, this_machine=False)
         words = winning_words(config)
         meant_to_win = OmegaConf.select(config, WIN) is False
         lost = [each.setting for each in words if each.contradicts and not meant_to_win]
