@@ -64,9 +64,9 @@ def _in_child(config: DictConfig) -> TriedLoss:
 
 
 def _answer(config: DictConfig, connection: Connection) -> None:
-    nothing = os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stderr = nothing = open(os.devnull, "r+")
     for stream in range(3):  # what the loss prints, and asks for
-        os.dup2(nothing, stream)
+        os.dup2(nothing.fileno(), stream)
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     sys.path.insert(0, os.getcwd())  # `python -m` finds modules there, a console script does not
     connection.send(_try(config))
