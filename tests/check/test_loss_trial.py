@@ -1,6 +1,9 @@
 """The loss in force is called as verl calls it: verl's losses, ours, and somebody's own, which may do what it likes."""
 
+import os
 import re
+import sys
+import time
 from functools import wraps
 
 import pytest
@@ -9,6 +12,7 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss
 
+from verl_precision.check import loss_trial
 from verl_precision.check.loss_trial import tried_loss
 from verl_precision.check.rules.rule import TriedLoss
 from verl_precision.losses.registry import POLICY_LOSSES
@@ -102,6 +106,10 @@ OWN = {
     "sound": (sound, {}),
     "local_mean": (local_mean, {"cut": True}),
     "raising": (raising, {"problem": "it raises RuntimeError: no GPU"}),
+    "printing": (lambda *given: print("printed") or os.system("echo said") or sound(*given), {}),
+    "without_end": (lambda *given: time.sleep(600), {"problem": "it has not returned in 5 seconds"}),
+    "ending": (lambda *given: os._exit(7), {"problem": "its process ended with exit code 7"}),
+    "exiting": (lambda *given: sys.exit(5), {"problem": "its process ended with exit code 5"}),
     "a tensor": (lambda *given: sound(*given)[0], {"unusable": "it returns Tensor"}),
     "a number and metrics": (lambda *given: (1.0, {}), {"unusable": "it returns (float, dict)"}),
     "nan": (lambda new, *others: (new.sum() * float("nan"), {}), {"nonfinite": "the whole batch"}),
@@ -120,8 +128,9 @@ def as_verls(function):
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_somebodys_own_loss(name, monkeypatch):
+def test_somebodys_own_loss(name, monkeypatch, capfd):
     own, expected = OWN[name]
+    monkeypatch.setattr(loss_trial, "SECONDS", 5 if name == "without_end" else 120)  # others are waited for
     monkeypatch.setitem(POLICY_LOSS_REGISTRY, "own", as_verls(own))
     tried = tried_loss(config_of("own"))
     for field in ("problem", "unusable"):
@@ -131,7 +140,8 @@ def test_somebodys_own_loss(name, monkeypatch):
     if tried.trial is not None:
         assert tried.trial.nonfinite == expected.get("nonfinite", "")
         assert (min(tried.trial.cuts.values()) > 0.9) == ("cut" in expected)
-    assert tried.owner.startswith(f"{__name__}.as_verls")
+    assert tried.problem or tried.owner.startswith(f"{__name__}.as_verls")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_who_wrote_a_loss_is_not_who_it_names(monkeypatch):
@@ -162,6 +172,15 @@ def test_importance_weights_are_applied_or_not(own, ignores, monkeypatch):
     assert not tried_loss(config_of("own")).ignores_weights
 
 
-def test_a_loss_that_workers_alone_register_is_not_tried():
-    tried = tried_loss(config_of("from_lib", actor_rollout_ref__model__external_lib="lib_with_a_loss"))
-    assert "workers alone import" in tried.problem and tried.trial is None
+def test_external_lib_is_imported_there_and_not_here(tmp_path, monkeypatch):
+    (tmp_path / "lib_with_a_loss.py").write_text(
+        "from verl.trainer.ppo.core_algos import register_policy_loss\n"
+        "@register_policy_loss('from_lib')\n"
+        "def mean(log_prob, advantages, **others):\n    return (log_prob * advantages).mean(), {}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    lib = {"actor_rollout_ref__model__external_lib": "lib_with_a_loss"}
+    tried = tried_loss(config_of("from_lib", **lib))
+    assert tried.owner == "lib_with_a_loss.mean" and tried.trial.cuts[8] > 1
+    assert "from_lib" not in POLICY_LOSS_REGISTRY and "lib_with_a_loss" not in sys.modules
+    assert "no loss of this name" in tried_loss(config_of("other", **lib)).problem

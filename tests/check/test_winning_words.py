@@ -99,7 +99,7 @@ def test_what_a_preset_says_and_a_word_changes_is_named_and_nothing_else(group, 
         assert each.wanted == wanted[each.setting]
 
 
-PG = "+estimator=pg_seq_is"
+PG, FP16 = "+estimator=pg_seq_is", "+precision=fp16"
 
 
 @pytest.mark.parametrize(("words", "setting", "severity", "effect"), [
@@ -115,6 +115,8 @@ PG = "+estimator=pg_seq_is"
     (f"+estimator=trm {CORRECTION}=null", "rollout_rs", "error", "which has seq_max_k3"),
     (f"+precision=fp16 ~{ROLLOUT}.engine_kwargs.vllm", "worker_extension_cls", "warning", "weight-sync guard is off"),
     (f"+precision=fp16 {ROLLOUT}.dtype=bfloat16", "rollout.dtype", "error", "every token's log-prob"),
+    (f"{FP16} ++{ACTOR}.fsdp_config.mixed_precision.param_dtype=bf16", "param_dtype", "error", "than the rest"),
+    ("+repeatable=bitwise data.seed=1", "data.seed", "warning", "which has 0"),
     ("+learning_rate=effective_sample ++actor_rollout_ref.actor.fsdp_config.learning_rate_ess_base=null", "ess_base",
      "warning", "which has 1.0"),
 ])  # fmt: skip
@@ -125,7 +127,8 @@ def test_one_finding_says_what_wins_over_what_and_with_which_effect(words, setti
     assert fault.severity == severity and effect in fault.problem, fault
     assert "Leave out" in fault.remedy and ("+presets=win" in fault.remedy or "rollout_is" in setting)
     ours = {each.name for each in find_faults(config, Environment())} - {fault.name, "preset-overruled"}
-    assert not ours & {"setting-ignored", "bypass-clips-mismatch"}, "one finding for one cause"
+    follow = {"setting-ignored", "bypass-clips-mismatch", "engine-settings", "rollout-contradicts-actor"}
+    assert not ours & follow, "one finding for one cause"
 
 
 @pytest.mark.parametrize("words", [
@@ -193,9 +196,25 @@ def test_check_ends_with_the_command_that_does_what_the_presets_say(root, monkey
     assert way["command"].endswith(f"+precision=fp16 {PG} 'trainer.project_name=two words'")
     assert {row["what"]: row["value"] for row in content["training"]}["advantage"] == "grpo, divided by the group's std"
     assert {each["word"] for each in content["words_over_presets"]} == set(way["leave_out"])
-    done = check("recipes/quickstart/quickstart.yaml", "estimator=pg_seq_is", f"{ACTOR}.entropy_coeff=0.1")
-    last = "--config-dir recipes/quickstart --config-name quickstart estimator=pg_seq_is"
-    assert f"The whole command: python -m verl.trainer.main_ppo {last}\n" in done.output and "entropy" in done.output
+    words = f"{ACTOR}.entropy_coeff=0.1", f"{ACTOR}.entropy_coeff=0.2"  # the first would win where the last is left out
+    done = check("recipes/quickstart/quickstart.yaml", "estimator=pg_seq_is", *words)
+    last = (
+        "python -m verl.trainer.main_ppo --config-dir recipes/quickstart --config-name quickstart estimator=pg_seq_is"
+    )
+    assert f"The whole command: {last}\n" in done.output and "entropy" in done.output
+
+
+def test_words_over_a_scale_are_listed_and_are_no_finding():
+    done = check(f"{ROLLOUT}.name=vllm", "+scale=8x8_h100", "trainer.nnodes=2", "algorithm.adv_estimator=grpo")
+    assert "words over the scale: trainer.nnodes=2\n" in done.output and "preset-overruled" not in done.output
+
+
+def test_each_key_that_a_typed_config_refuses_is_named_at_once():
+    refused = f"{ACTOR}.foo", f"{ROLLOUT}.bar", f"{ACTOR}.policy_loss.baz", f"{ACTOR}.optim.eta"
+    read = f"+{ROLLOUT}.engine_kwargs.vllm.mine=1", "+data.mine=1"
+    done = check("--json", f"{ROLLOUT}.name=vllm", *(f"+{key}=1" for key in refused), *read)
+    found = [each["setting"] for each in json.loads(done.stdout)["findings"] if each["name"] == "unknown-key"]
+    assert found == [*refused]
 
 
 def test_check_with_presets_that_win_says_each_replaced_word(root, monkeypatch):

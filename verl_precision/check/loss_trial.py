@@ -1,13 +1,21 @@
-"""The policy loss in force is tried: called as verl's engine calls it, on the small batch of `losses/invariance.py`."""
+"""The policy loss in force is tried: called as verl's engine calls it, on the small batch of `losses/invariance.py`.
+
+Anyone's own is called in a process of its own, which may hang, print or end as it likes.
+"""
 
 import inspect
+import multiprocessing
+import os
+import sys
 import warnings
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any
 
-from omegaconf import DictConfig, open_dict
+import torch
+from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
 from verl_precision.check.rules.rule import TriedLoss
@@ -15,6 +23,7 @@ from verl_precision.losses import invariance
 from verl_precision.losses.registry import LossInputs
 from verl_precision.losses.settings import NORM_MODE
 
+SECONDS = 10.0  # for somebody's own loss: a trial takes a tenth of a second, an import more
 KEYWORDS = "old_log_prob log_prob advantages response_mask loss_agg_mode config rollout_is_weights".split()
 
 
@@ -25,14 +34,50 @@ def tried_loss(config: DictConfig) -> TriedLoss | None:
         return None  # verl multiplies it by 0
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
-    name = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
-    loss = POLICY_LOSS_REGISTRY.get(name)
-    if loss is None:
-        return TriedLoss(problem="no loss of this name is registered here, and workers alone import model.external_lib")
-    tried = TriedLoss(owner=_owner(loss))
+    loss = POLICY_LOSS_REGISTRY.get(config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla"))
+    is_own = loss is None or not _owner(loss).startswith(("verl.", "verl_precision."))
+    return _in_child(config) if is_own or config.actor_rollout_ref.model.get("external_lib") else _try(config)
+
+
+def _in_child(config: DictConfig) -> TriedLoss:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(config, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv() if ours.poll(SECONDS) else TriedLoss(problem=f"it has not returned in {SECONDS:g} seconds")
+    except EOFError:
+        process.join()
+        return TriedLoss(problem=f"its process ended with exit code {process.exitcode}")
+    finally:
+        process.kill()
+        process.join()
+
+
+def _answer(config: DictConfig, connection: Connection) -> None:
+    sys.stdout = sys.stderr = nothing = open(os.devnull, "r+")
+    for stream in range(3):  # what the loss prints, and asks for
+        os.dup2(nothing.fileno(), stream)
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    sys.path.insert(0, os.getcwd())  # `python -m` finds modules there, a console script does not
+    connection.send(_try(config))
+
+
+def _try(config: DictConfig) -> TriedLoss:
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+    from verl.utils.import_utils import import_external_libs
+
+    tried = TriedLoss()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            if imported := config.actor_rollout_ref.model.get("external_lib"):
+                import_external_libs(OmegaConf.to_object(imported) if OmegaConf.is_config(imported) else imported)
+            name = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
+            if (loss := POLICY_LOSS_REGISTRY.get(name)) is None:
+                return TriedLoss(problem="no loss of this name is registered, by model.external_lib neither")
+            tried = TriedLoss(owner=_owner(loss))
             return _outcome(config, loss, tried)
     except invariance.UnusableLossError as error:
         return replace(tried, unusable=str(error))

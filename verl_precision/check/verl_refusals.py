@@ -155,6 +155,14 @@ def fields_of(target: object) -> dict[str, Any]:
     return {field.name: field.type for field in dataclasses.fields(cls)}
 
 
+def is_refused(config: DictConfig, setting: str) -> bool:
+    """Return whether a setting stands in a block of actor or rollout whose typed config has no such field."""
+    path, _, name = setting.rpartition(".")
+    typed = re.match(r"actor_rollout_ref\.(actor|rollout)\.", setting)
+    fields = fields_of(OmegaConf.select(config, f"{path}._target_")) if typed else {}
+    return bool(fields) and name not in (*fields, "_target_")
+
+
 def _typed(config: DictConfig) -> Iterator[ConfigurationError]:
     """Build verl's typed configs, and have verl validate the whole."""
     from verl.utils.config import omega_conf_to_dataclass, validate_config

@@ -53,10 +53,11 @@ class Decisions:
 
     def word_about(self, setting: str) -> tuple[str, str] | None:
         """Return the last word of the command about a setting, about its block, or about something below it."""
-        return next((word for word in reversed(self.words) if _is_about(word[0], setting)), None)
+        return next((word for word in reversed(self.words) if is_about(word[0], setting)), None)
 
 
-def _is_about(key: str, setting: str) -> bool:
+def is_about(key: str, setting: str) -> bool:
+    """Return whether a word with this key changes a setting, its block, or something below it."""
     return key == setting or setting.startswith(f"{key}.") or key.startswith(f"{setting}.")
 
 

@@ -48,6 +48,7 @@ _EFFECTS: tuple[tuple[str, Severity, str], ...] = (
     (r"adv_estimator|norm_adv_by_std_in_grpo", "error", "another advantage is trained"),
     (r"worker_extension_cls|send_weight_manifest", "warning", "the weight-sync guard is off"),
     (r"fsdp(_config)?\._target_", "warning", "this package's engine is off, and with it the weight-sync guard"),
+    (r"mixed_precision\.param_dtype", "error", "this part computes in another dtype than the rest"),
     (r"use_kl_loss|use_kl_in_reward|kl_\w+", "warning", "the KL term is another one"),
     (r"entropy_coeff", "warning", "the entropy term is another one"),
     (r"loss_agg_mode|loss_scale_factor", "warning", "tokens and responses are weighed otherwise"),

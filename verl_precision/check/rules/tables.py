@@ -234,4 +234,4 @@ def not_repeatable(config: DictConfig, environment: Environment) -> Iterator[Fau
     for setting, value, differs in needed:
         if OmegaConf.select(config, setting) != value:
             problem = f"{SEEDED}=True asks for a run that repeats bit for bit, but {differs}"
-            yield Fault(setting, problem, str(value), f"Set {setting}={value}, as +repeatable=bitwise does.")
+            yield Fault(setting, problem, str(value))

@@ -16,19 +16,28 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_precision.base.errors import ConfigurationError, sentence
 from verl_precision.base.other_engines import fit_to_engine
 from verl_precision.base.verl_config import ROLLOUT, engines, rollout_dtype, transport_dtype
-from verl_precision.check.keys import keys_of, unresolved
+from verl_precision.check.keys import unresolved
 from verl_precision.check.models import served_models
 from verl_precision.check.probe import gpus_here, probe_environment
 from verl_precision.check.rules.gpu_memory import chosen_scale, gpu_memory, require_known_gpu
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import SEVERITIES, Fault, Severity, fault_of_error
-from verl_precision.check.who_decides import REPLACED, WIN, WinningWord, decisions, shown, winning_words
+from verl_precision.check.who_decides import (
+    REPLACED,
+    WIN,
+    WinningWord,
+    decisions,
+    is_about,
+    shown,
+    winning_words,
+    words_of,
+)
 from verl_precision.integration.trainer.run_identity import name_the_run
 from verl_precision.integration.trainer.saving import saves
 from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
 from verl_precision.losses.settings import NORM_MODE
 from verl_precision.tools.checking.composing import MAIN, compose_recipe, composer
-from verl_precision.tools.checking.words import added, unknown, wrong_words
+from verl_precision.tools.checking.words import added, wrong_words
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
@@ -108,14 +117,6 @@ def _merged(faults: list[Fault], of_words: Iterable[Fault]) -> list[Fault]:
     return sorted((replace(each, problem=sentence(each.problem)) for each in told), key=lambda each: each.rank)
 
 
-def _with_hint(fault: Fault, config: DictConfig) -> Fault:
-    """Return the refusal of a name that a class of verl's does not take with the name that may be meant."""
-    if "unexpected keyword argument" not in fault.problem or OmegaConf.is_dict(OmegaConf.select(config, fault.setting)):
-        return fault
-    every = {*keys_of(OmegaConf.to_container(config, resolve=False))} - {fault.setting}
-    return replace(fault, remedy=unknown(fault.setting, str(fault.value), every).remedy)
-
-
 def check_recipe(
     path: Path,
     overrides: Sequence[str],
@@ -137,10 +138,11 @@ def check_recipe(
         here = gpus_here() if config.trainer.device == "cuda" else ()
         gpus = here if gpu is None else (require_known_gpu(gpu),)
         environment = probe_environment(config, gpus, why_elsewhere(config, gpu, here), model_config)
-        faults = [_with_hint(each, config) for each in find_faults(config, environment, this_machine=False)]
+        faults = find_faults(config, environment, this_machine=False)
         words = winning_words(config)
         meant_to_win = OmegaConf.select(config, WIN) is False
-        contradicting = [each.word for each in words if each.contradicts and not meant_to_win]
+        lost = [each.setting for each in words if each.contradicts and not meant_to_win]
+        leave_out = [word for key, word in words_of(config) if any(is_about(key, setting) for setting in lost)]
         return RecipeReport(
             rows=list(dtype_table(config)),
             faults=_merged(faults, added(config, overrides)),
@@ -148,7 +150,7 @@ def check_recipe(
             training=training_table(config, words),
             words=words,
             replaced=OmegaConf.to_container(OmegaConf.select(config, REPLACED, default=OmegaConf.create([]))),
-            way_out=_way_out(list(dict.fromkeys(contradicting)), path, overrides, typed),
+            way_out=_way_out(leave_out, path, overrides, typed),
         )
     except OmegaConfBaseException as error:
         raise unresolved(error, path) from error

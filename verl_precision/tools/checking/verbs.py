@@ -108,6 +108,8 @@ def show_recipe(report: "RecipeReport", to: Console) -> None:
             to.print(terminal_table((*columns, "decided by"), rows, words=3))
     for each in report.replaced:
         _print(f"presets=win: {each['word']} is replaced by {each['value']}, of {each['preset']}", to)
+    if own := [each.word for each in report.words if each.preset.startswith("scale=") and not each.contradicts]:
+        _print(f"words over the scale: {shlex.join(dict.fromkeys(own))}", to)
     for fault in report.faults:
         word, colour = MARKS[fault.severity or "error"]
         title = f"{fault.name}: {subject(fault.setting, fault.value)}"

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.check.keys import keys_of, row_of, unread_word
 from verl_precision.check.rules.rule import Fault, Severity, fault_of_error
+from verl_precision.check.verl_refusals import is_refused
 from verl_precision.check.who_decides import decisions, is_option
 from verl_precision.presets import preset_groups, preset_names
 
@@ -127,6 +128,8 @@ def added(config: DictConfig, overrides: Sequence[str]) -> Iterator[Fault]:
             error = ConfigurationError(problem, allowed=allowed, remedy=f"Did you mean +{group}={value}?")
         elif section := "" if "async_training" in config else row_of(key)[0]:  # its main reads old keys, too
             error, severity = unknown(key, value, every - {key}), "warning" if section == "gone" else "error"
+        elif is_refused(config, key):
+            error = unknown(key, value, every - {key})
         else:
             continue
         error.setting, error.value = key, value
