@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 
 from verl_precision.integration.trainer.run_monitor import RunMonitor
 from verl_precision.mismatch.candidates import Candidates, lot_of
+from verl_precision.mismatch.packing import flattened
 from verl_precision.tools.kept_tokens import recorder as token_recorder
 
 STEP_MS, PROMPT = 60_000.0, 1024
@@ -91,7 +92,7 @@ def records(arguments: argparse.Namespace) -> Iterator[Record]:
         def keep_them() -> None:
             lots = [lot_of(1, key) for key in keys]
             pi, mu, mask = (batch[name] for name in ("log_probs", "rollout_log_probs", "response_mask"))
-            trainer.monitor.candidates = Candidates.measure(keep, lots, pi, mu, mask)
+            trainer.monitor.candidates = Candidates.of_batch(keep, lots, flattened(pi, mu, mask=mask))
             recorder.write(meta, 1)
 
         times = [cpu_ms(keep_them) for _ in range(arguments.repeats + 1)][1:]

@@ -28,7 +28,7 @@ def response(step: int = 1, tokens: int = 5, text: bool = True, seed: int = 0, *
         "shadow_log_probs": floats(), "advantages": floats(), "weights": floats(),
         "mask": noise.integers(0, 256, tokens).astype(np.uint8), "turn": noise.integers(0, 2**16, tokens).astype("u2"),
         "decisions": noise.integers(0, len(DECISIONS), tokens).astype(np.uint8), "behind": 0,
-        "estimator": GRPO.name, "estimator_settings": GRPO.settings(), "prompt_text": "1 + 1 =" if text else None,
+        "estimator": GRPO.name, "estimator_settings": vars(GRPO), "prompt_text": "1 + 1 =" if text else None,
         "texts": [f" {token}" for token in token_ids.tolist()] if text else None,
     }  # fmt: skip
     return KeptResponse(**{**fields, **changes})

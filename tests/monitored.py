@@ -34,5 +34,5 @@ class Queue(dict):
         return TensorDict(nested, batch_size=len(rows))
 
     def put(self, keys, partition_id, fields):
-        self.update({name: list(values) for name, values in fields.items()})
+        self.update(dict(fields.items()))
         return SimpleNamespace(fields=list(self))

@@ -8,7 +8,7 @@ from torch import tensor
 
 from verl_precision.base import mergeable
 from verl_precision.base.mergeable import Correlation, Count, Deviation, Maximum, Mean, Minimum, RatioSampleSize, Slope
-from verl_precision.losses.metrics import EffectiveSampleSize, Quantile, extremes
+from verl_precision.losses.metrics import Quantile, extremes
 
 NAN, INF = math.nan, math.inf
 
@@ -27,8 +27,6 @@ def merged(kind, pieces):
     (Maximum, [(-INF,)], NAN),
     (Minimum, [(1,), (6,), (INF,)], 1),
     (Minimum, [(INF,)], NAN),
-    (EffectiveSampleSize, [(3, 5, 2), (6, 36, 1)], 81 / (41 * 3)),
-    (EffectiveSampleSize, [(0, 0, 4)], 0),  # everything rejected
     (Correlation, [(1, 1, 1, -2, 4, -2), (1, -1, 1, 2, 4, -2)], -1),  # (1, -1), (-1, 1); d = y - x
     (Correlation, [(2, 2, 2, 0, 0, 0)], NAN),  # (1, 1) twice
 ])  # fmt: skip

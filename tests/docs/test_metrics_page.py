@@ -9,6 +9,7 @@ from verl_precision.engine.router_replay import Choice, routing_agreement
 from verl_precision.losses.settings import ClipRange
 from verl_precision.mismatch.groups import MismatchByTurn, MismatchByVersion
 from verl_precision.mismatch.metric_names import FAILED_MEASUREMENTS
+from verl_precision.mismatch.packing import flattened
 from verl_precision.mismatch.phantom import PhantomStatistics
 from verl_precision.mismatch.token_sums import PROBABILITY_BINS
 from verl_precision.weight_sync.bf16_grid import CROSSINGS, OFF_GRID
@@ -29,9 +30,9 @@ def test_documented_are_the_emitted():
     rollout, advantages = probs.log(), torch.tensor([1.0, -1.0, 1.0, -1.0])
     shadow, trainer = (rollout - torch.rand(probs.shape, generator=generator) for _ in range(2))
     mask = torch.arange(20) < torch.tensor([[20], [15], [10], [5]])
-    mismatch = MismatchByVersion.measure(trainer, rollout, mask, advantages, range(4))
+    mismatch = MismatchByVersion.of_batch(flattened(trainer, rollout, mask=mask, advantages=advantages), range(4))
     turns = (torch.arange(20) % 2 == 0).expand(4, 20)  # ten
-    by_turn = MismatchByTurn.measure(trainer, rollout, turns, mismatch.whole)
+    by_turn = MismatchByTurn.of_batch(flattened(trainer, rollout, mask=turns), mismatch.whole)
     found = {*mismatch.metrics(), *SyncReport(1, 0, 0.1).metrics(), CANARY_GAP, CANARY_BOUND, FAILED_MEASUREMENTS}
     found |= set(by_turn.metrics())
     routing = routing_agreement({3: Choice(ONE, ONE)}, ONE.expand(1, 4).unsqueeze(-1), torch.ones(1).bool())

@@ -51,18 +51,7 @@ def test_the_cases_are_not_easy():
     assert (random_case(0).mask.sum(dim=-1) == 0).any()
 
 
-@pytest.mark.parametrize("estimator", [name for name in OURS if name not in ("cispo", "gspo")])
-def test_without_mismatch_at_the_first_update_all_are_reinforce(estimator):
-    """θ = θ' and μ = π give ratios and weights 1: nothing is clipped, and the gradient is that of Σ log π(y) A."""
-    case = random_case(4)
-    case.proximal.copy_(case.trainer)
-    case.rollout.copy_(case.trainer)
-    assert relative_error(gradient_through_verl(estimator, case), plain_gradient("ratio_one", case)) < 1e-12
-
-
 SAMPLES = {"actor/is_weight_ess_fraction", "actor/is_weight_token_ess_fraction"}
-
-
 RESPONSES = ("pg_seq_mis", "grpo_seq_mis", "geo_mask", "off_policy_sequence_mask")
 TOKENS = ("grpo_token_tis", "icepop", "kpop", "dppo_tv", "dppo_kl")
 

@@ -114,13 +114,6 @@ def test_nonfinite_response_is_counted_and_left_out(settings, batch):
     assert math.isfinite(metrics["rollout_corr/rollout_is_mean"])
 
 
-def test_a_response_whose_ratio_underflows_is_not_beyond_c():
-    """s = -120: the weight is 0 in float32, as that of a rejected response is."""
-    log_ratio = torch.tensor([[-120.0], [5.0], [0.0], [0.0]])
-    weights, _, metrics = through_verl(log_ratio, torch.ones(4, 1, dtype=torch.bool), "vp_seq_mis", 3.0)
-    assert weights.flatten().tolist() == [0, 0, 1, 1] and metrics["rollout_corr/rollout_is_beyond_fraction"] == 0.25
-
-
 @pytest.mark.parametrize(("level", "threshold"), [
     ("vp_icepop", 0.55), ("vp_kpop", 0.0), ("vp_kpop", "0.1"),
     ("vp_seq_mis", 0.5), ("vp_geo_mask", 0.55), ("vp_geo_mask", "1.001"), ("vp_geo_mask", "1.1_1.2"),

@@ -1,5 +1,6 @@
 """Which responses are kept: the shares by hand, no duplicates, and the same however the step is cut."""
 
+import functools
 import math
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_precision.mismatch.candidates import Candidates, lot_of, shares_of
+from verl_precision.mismatch.packing import flattened
 
 
 @pytest.mark.parametrize(
@@ -17,13 +19,13 @@ def test_shares(keep, shares):
     assert shares_of(keep) == shares and sum(shares) == keep
 
 
-def chosen(gaps, keep, lots=None, mask=None, **more) -> dict[int, str]:
+def chosen(gaps, keep, lots=None, mask=None) -> dict[int, str]:
     """Return row -> reason of what is kept of responses with these gaps."""
     gaps = torch.tensor(gaps)
     lots = lots or list(range(len(gaps)))
     mask = torch.ones_like(gaps) if mask is None else torch.tensor(mask)
     mu = torch.full_like(gaps, -2.0)
-    found = Candidates.measure(keep, lots, mu + gaps, mu, mask, **more).chosen()
+    found = Candidates.of_batch(keep, lots, flattened(mu + gaps, mu, mask=mask)).chosen()
     assert len({one.lot for one, _ in found}) == len(found)
     return {lots.index(one.lot): reason for one, reason in found}
 
@@ -49,8 +51,8 @@ def test_what_is_masked_never_matters_padding_is_never_chosen_and_nan_comes_firs
 
 def test_it_carries_the_trainers_and_the_shadows_log_probs_without_padding():
     trainer, shadow = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[-1.5, -2.5, -9.0]])
-    found = Candidates.measure(1, [7], trainer, trainer - 0.1, torch.tensor([[1, 0, 0]]), shadow, lengths=[2])
-    ((one, _),) = found.chosen()
+    batch = flattened(trainer, shadow, trainer - 0.1, mask=torch.tensor([[1, 0, 0]]))
+    ((one, _),) = Candidates.of_batch(1, [7], batch, lengths=[2]).chosen()
     assert one.log_probs.tolist() == [-1.0, -2.0] and one.shadow_log_probs.tolist() == [-1.5, -2.5]
     assert one.log_weight == pytest.approx(0.1) and one.largest_gap == pytest.approx(0.1)
 
@@ -71,11 +73,11 @@ def test_the_same_however_it_is_cut(data, keep, rows):
     def measured(some: list[int], padded: bool) -> Candidates:
         pi = [rows_of[row] for row in some]
         mu, ones = [torch.full_like(row, -3.0) for row in pi], [torch.ones_like(row) for row in pi]
-        if padded:
-            pad = [torch.nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (pi, mu, ones)]
-            return Candidates.measure(keep, [lots[row] for row in some], *pad, lengths=[len(row) for row in pi])
-        nested = [torch.nested.as_nested_tensor(each, layout=torch.jagged) for each in (pi, mu, ones)]
-        return Candidates.measure(keep, [lots[row] for row in some], *nested)
+        nested = functools.partial(torch.nested.as_nested_tensor, layout=torch.jagged)
+        layout = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True) if padded else nested
+        batch = flattened(layout(pi), layout(mu), mask=layout(ones))
+        lengths = [len(row) for row in pi] if padded else None
+        return Candidates.of_batch(keep, [lots[row] for row in some], batch, lengths)
 
     def said(found: Candidates) -> list:
         return [(one.lot, one.log_weight, one.log_probs.tolist(), reason) for one, reason in found.chosen()]

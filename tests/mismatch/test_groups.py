@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_precision.mismatch.groups import FURTHEST_TURN, MismatchByTurn, turns_of
+from verl_precision.mismatch.packing import flattened
 from verl_precision.mismatch.statistics import MismatchStatistics
 
 
@@ -22,7 +23,8 @@ def padded(rows):
 def measured(pi, mu, mask, layout=padded) -> MismatchByTurn:
     tensors = [layout(rows) for rows in (pi, mu, mask)]
     lengths = None if layout is nested else torch.tensor([len(row) for row in mask])
-    return MismatchByTurn.measure(*tensors, MismatchStatistics.measure(*tensors), lengths)
+    batch = flattened(*tensors[:2], mask=tensors[2])
+    return MismatchByTurn.of_batch(batch, MismatchStatistics.of_batch(batch), lengths)
 
 
 @pytest.mark.parametrize(("mask", "turns"), [

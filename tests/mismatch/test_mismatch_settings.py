@@ -10,16 +10,15 @@ from verl_precision.presets import preset_names
 
 def test_block_with_alarm():
     assert MismatchSettings.from_config({}) == MismatchSettings.from_config({"mismatch": None}) == MismatchSettings()
-    block = {"ratio_threshold": 2, "alarm": {"on_alarm": "stop", "baseline_steps": 9}}
+    block = {"keep_tokens": 2, "alarm": {"on_alarm": "stop", "baseline_steps": 9}}
     alarm = AlarmSettings(on_alarm="stop", baseline_steps=9)
-    assert MismatchSettings.from_config({"mismatch": block}) == MismatchSettings(ratio_threshold=2, alarm=alarm)
+    assert MismatchSettings.from_config({"mismatch": block}) == MismatchSettings(keep_tokens=2, alarm=alarm)
 
 
 @pytest.mark.parametrize(("block", "message"), [
     ({"enable": False}, "mismatch.enable=False: there is no such setting. Allowed: mismatch.enabled, "),
     ({"enabled": "yes"}, "mismatch.enabled='yes'.*Allowed: a valid boolean"),
-    ({"histograms": 1}, "mismatch.histograms=1.*Allowed: a valid boolean"),
-    ({"ratio_threshold": 0.5}, "mismatch.ratio_threshold=0.5"),
+    ({"enabled": False, "keep_tokens": 2}, "mismatch.keep_tokens=2.*keeps none"),
     ({"alarm": {"on_alarms": "stop"}}, "mismatch.alarm.on_alarms='stop': there is no such setting"),
     ({"alarm": {"on_alarm": "shout"}}, "alarm.on_alarm='shout': this cannot work. Allowed: 'log', 'stop' or 'rescue'"),
 ])  # fmt: skip

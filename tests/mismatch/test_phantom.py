@@ -9,12 +9,6 @@ from verl_precision.losses.settings import ClipRange
 from verl_precision.mismatch.phantom import PhantomStatistics
 
 GRPO = ClipRange(False, math.log(0.8), math.log(1.28))
-GHOSTS = "phantom_clipped_fraction"
-
-
-def phantom_of(trainer, shadow, mu, advantages, clip=GRPO, **more):
-    found = PhantomStatistics.measure(trainer, shadow, mu, torch.ones_like(mu), advantages, clip, **more).metrics()
-    return {name.removeprefix("phantom/"): value for name, value in found.items()}
 
 
 @pytest.mark.parametrize(
@@ -39,7 +33,9 @@ def phantom_of(trainer, shadow, mu, advantages, clip=GRPO, **more):
 )
 def test_decision_by_hand(alpha, beta, advantage, expected):
     mu = torch.full((1, 1), -3.0, dtype=torch.float64)
-    found = phantom_of(mu + alpha + beta, mu + alpha, mu, torch.tensor([float(advantage)]))
-    assert (found[GHOSTS], found["clipped_fraction"], found["missed_fraction"]) == expected
+    tensors = mu + alpha + beta, mu + alpha, mu, torch.ones_like(mu), torch.tensor([float(advantage)])
+    metrics = PhantomStatistics.measure(*tensors, GRPO).metrics()
+    found = {name.removeprefix("phantom/"): value for name, value in metrics.items()}
+    assert (found["phantom_clipped_fraction"], found["clipped_fraction"], found["missed_fraction"]) == expected
     assert found["alpha_mean"] == pytest.approx(alpha) and found["beta_mean"] == pytest.approx(beta)
     assert found["beta_beyond_clip_fraction"] == (beta > 0.2469 or beta < -0.22314)

@@ -9,7 +9,7 @@ import fnmatch
 import functools
 import math
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +18,6 @@ import pytest
 import torch
 from composer import actor_config, compose_estimator
 from omegaconf import OmegaConf
-from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask as correct
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
@@ -114,33 +113,11 @@ SITUATIONS = {
 }
 
 
-@dataclass
-class Store:
-    """A batch in the driver's hand, and in the place of TransferQueue."""
-
-    rows: dict[str, torch.Tensor]
-    tags: list[dict]
-    extra_info: dict = field(default_factory=dict)
-    partition_id: str = "train"
-    fields: list | None = None
-
-    @property
-    def keys(self) -> list[str]:
-        return [f"uid_{row}_0" for row in range(len(self.tags))]
-
-    def get(self, keys, partition_id, select_fields):
-        return TensorDict({name: nested(self.rows[name]) for name in select_fields}, batch_size=len(keys))
-
-    def put(self, keys, partition_id, fields):
-        self.rows |= dict(fields.items())
-        return self
-
-
 def nested(rows_BT: torch.Tensor) -> torch.Tensor:
     return torch.nested.as_nested_tensor(list(rows_BT), layout=torch.jagged)
 
 
-def batch_of(situation: Situation, step: int, config, generator) -> tuple[Store, torch.Tensor, torch.Tensor]:
+def batch_of(situation: Situation, step: int, config, generator):
     """Return a batch, and what the training forward and the shadow give for it."""
     normal = functools.partial(torch.randn, RESPONSES, TOKENS, generator=generator)
     behind = [situation.behind[row % len(situation.behind)] for row in range(RESPONSES)]
@@ -155,16 +132,19 @@ def batch_of(situation: Situation, step: int, config, generator) -> tuple[Store,
         {"trainer": trainer, "rollout": rollout}[situation.broken].view(-1)[bad] = torch.nan
     ratio_from_shadow = OmegaConf.select(config, f"{SHADOW}.ratio_source") == "shadow"
     bypass = OmegaConf.select(config, BYPASS.partition("=")[0])
-    rows = {
-        "rollout_log_probs": rollout,
-        "old_log_probs": rollout if bypass else shadow if ratio_from_shadow else trainer,
-        "response_mask": torch.ones(RESPONSES, TOKENS, dtype=torch.int64),
-        "advantages": torch.tensor([1.0, -1.0, -1.0, 1.0]).repeat(RESPONSES // 4).unsqueeze(-1).expand(-1, TOKENS),
-    }
-    return Store(rows, [{"min_global_steps": step - 1 - k} for k in behind]), trainer, shadow
+    rows = monitored.Queue(
+        rollout_log_probs=rollout,
+        old_log_probs=rollout if bypass else shadow if ratio_from_shadow else trainer,
+        response_mask=torch.ones(RESPONSES, TOKENS, dtype=torch.int64),
+        advantages=torch.tensor([1.0, -1.0, -1.0, 1.0]).repeat(RESPONSES // 4).unsqueeze(-1).expand(-1, TOKENS),
+    )
+    tags = [{"min_global_steps": step - 1 - k} for k in behind]
+    keys = [f"uid_{row}_0" for row in range(RESPONSES)]
+    batch = SimpleNamespace(rows=rows, keys=keys, tags=tags, partition_id="train", extra_info={}, fields=None)
+    return batch, trainer, shadow
 
 
-def update_of_verl(situation: Situation, config, batch: Store, trainer: torch.Tensor, shadow: torch.Tensor) -> dict:
+def update_of_verl(situation: Situation, config, batch, trainer: torch.Tensor, shadow: torch.Tensor) -> dict:
     """One update as verl makes it, of one mini-batch of two micro-batches, or of two; the first is measured."""
     size = RESPONSES // (1 + situation.empty)
     actor = actor_config(config, dp_size=1, batch_num_tokens=size * TOKENS, global_batch_size=size)
@@ -228,8 +208,8 @@ def run(situation: Situation, monkeypatch, folder: Path) -> tuple[dict, set[str]
         aggregator = MetricsAggregator()
         for number in range(situation.sync_step):
             batch, log_probs, shadow = batch_of(situation, step, config, generator)
-            monkeypatch.setattr("transfer_queue.kv_batch_get", batch.get)
-            monkeypatch.setattr("transfer_queue.kv_batch_put", batch.put)
+            monkeypatch.setattr("transfer_queue.kv_batch_get", batch.rows.get)
+            monkeypatch.setattr("transfer_queue.kv_batch_put", batch.rows.put)
             monitor.remember_mask(batch)
             rows = batch.rows
             corrected: dict = {}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.mismatch import fused
 from verl_precision.mismatch.statistics import MismatchStatistics
-from verl_precision.mismatch.token_sums import absolute, gap_counts, gap_edges, quantile
+from verl_precision.mismatch.token_sums import gap_centres, gap_counts, quantile
 
 SEEDS = st.integers(0, 10**6)
 GAPS = st.sampled_from([0.0, 1e-6, 1e-3, 0.2, 3.0, 1000.0])
@@ -130,15 +130,6 @@ def test_extreme_ratios_stay_finite(sign):
     assert found["k3_kl"] == pytest.approx((math.expm1(600) - 600) / 2 if sign > 0 else 999 / 2)
 
 
-def test_identical_policies_and_constant_probabilities():
-    mu = -torch.rand(3, 5, generator=torch.Generator().manual_seed(0))
-    found = mismatch_of(mu, mu.clone())
-    assert all(value == 0 for name, value in found.items() if "gap" in name or "kl" in name or "diff" in name)
-    assert found["probs_pearson"] == pytest.approx(1)
-    assert found["sequence_ess"] == 3
-    assert "probs_pearson" not in mismatch_of(torch.full((2, 3), -0.3), torch.full((2, 3), -0.3))
-
-
 def test_tiny_gap_keeps_its_digits(way):
     """k3 of a gap of 1e-7 is 5e-15: e^g - g - 1 would be all rounding, and so would a difference of sums."""
     mu = torch.full((1, 1000), -1.0, dtype=torch.float64)
@@ -149,27 +140,16 @@ def test_tiny_gap_keeps_its_digits(way):
 
 @settings(max_examples=60)
 @given(st.lists(st.floats(-5000, 5000, width=32), min_size=1, max_size=50), LEVELS)
-def test_quantiles_are_within_a_sixteenth(values, q):
+def test_quantiles_are_within_a_thirty_second(values, q):
     gap, counts = np.array(values), gap_counts(torch.tensor(values, dtype=torch.float64))
     assert counts.sum() == len(values)
-    signed = (gap, gap_edges(), counts, gap.min(), gap.max())
-    for sample, edges, folded, low, high in (signed, (np.abs(gap), *absolute(counts), 0.0, np.abs(gap).max())):
-        found, exact = quantile(edges, folded, q, low, high), np.quantile(sample, q, method="inverted_cdf")
+    centres = gap_centres().clamp(gap.min(), gap.max())
+    for sample, of_bins in ((gap, centres), (np.abs(gap), centres.abs())):
+        found, exact = quantile(of_bins, counts, q), np.quantile(sample, q, method="inverted_cdf")
         if abs(exact) < 4096:
-            assert abs(found - exact) <= max(abs(exact) / 16, 2**-29)
+            assert abs(found - exact) <= plain_statistics.off_by_half_a_bin(exact)
         else:
             assert abs(found) >= 4096
-
-
-def test_histogram_holds_every_token():
-    responses = random_responses(9, 30, seed=9)
-    edges, counts = measured(responses).histograms()["mismatch/log_prob_gap"]
-    assert bool((edges.diff() > 0).all()) and edges[0] == -math.inf and edges[-1] == math.inf
-    gaps, middle = np.concatenate([r["trainer"] - r["rollout"] for r in responses]), len(counts) // 2
-    bounded = edges[middle + 1 : -1].numpy()
-    assert counts[middle] == (np.abs(gaps) < 2.0**-30).sum()
-    assert counts[middle + 1 : -1].tolist() == np.histogram(gaps, bounded)[0].tolist()
-    assert counts[1:middle].flip(0).tolist() == np.histogram(-gaps, bounded)[0].tolist(), "mirrored: closed towards 0"
 
 
 def test_inputs_are_left_alone():
@@ -177,14 +157,6 @@ def test_inputs_are_left_alone():
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     MismatchStatistics.measure(tensors["trainer"].requires_grad_(), tensors["rollout"], mask, tensors["advantage"])
     assert all(torch.equal(tensors[name], before[name]) for name in before)
-
-
-def test_another_threshold_is_refused():
-    one, two = (MismatchStatistics.measure(*torch.full((3, 1, 1), -1.0), ratio_threshold=c) for c in (3.0, 2.0))
-    with pytest.raises(ConfigurationError, match=r"\(3.0,\) and \(2.0,\) cannot be merged"):
-        one.merge(two)
-    with pytest.raises(ConfigurationError, match="ratio_threshold=0.5"):
-        MismatchStatistics.measure(*torch.full((3, 1, 1), -1.0), ratio_threshold=0.5)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -41,7 +41,9 @@ def dppo_tv(
     `actor/ratio_*` are of rₜ before C, `actor/is_weight_*` of Mₜ min(rₜ, C).
     """
     tensors = trainer_log_probs, rollout_log_probs, advantages, response_mask
-    return _trust_region(tensors, aggregation, threshold, binary_total_variation, (clip_low, clip_high))
+    return _trust_region(
+        tensors, aggregation, threshold, lambda pi, mu: (pi.exp() - mu.exp()).abs(), (clip_low, clip_high)
+    )
 
 
 @policy_loss("vp_dppo_kl", "trust region of KL divergence", "arXiv 2602.04879, binary KL", Ratio("token"))
@@ -63,11 +65,6 @@ def dppo_kl(
     """
     tensors = trainer_log_probs, rollout_log_probs, advantages, response_mask
     return _trust_region(tensors, aggregation, threshold, binary_kl, (clip_low, clip_high))
-
-
-def binary_total_variation(trainer: Tensor, rollout: Tensor) -> Tensor:
-    """Return |π - μ|, the total variation of "this token or another one", from log π and log μ in nats."""
-    return (trainer.exp() - rollout.exp()).abs()
 
 
 def binary_kl(trainer: Tensor, rollout: Tensor) -> Tensor:

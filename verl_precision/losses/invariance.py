@@ -81,16 +81,15 @@ def try_loss(loss: Loss, batch: LossInputs) -> Trial:
     """
     mask, tensors = batch.response_mask, batch.tensors()
     other = batch._replace(**{name: torch.where(mask, tensors[name], OTHERS[name]) for name in OTHERS & tensors.keys()})
-    ways = {"the whole batch": _Way(batch)}
-    ways |= {f"{cut} micro-batches": _Way(batch, cut) for cut in CUTS}
-    ways |= {"two ranks": _Way(batch, 2, ranks=2), "more padding": _Way(batch, wider=WIDER)}
-    ways["other numbers in masked tokens"] = _Way(other)
-    whole = ways["the whole batch"]
+    whole = partial(_gradient, loss, batch)
+    ways = {"the whole batch": whole, **{f"{cut} micro-batches": partial(whole, cut=cut) for cut in CUTS}}
+    ways |= {"two ranks": partial(whole, cut=2, ranks=2), "more padding": partial(whole, wider=WIDER)}
+    ways["other numbers in masked tokens"] = partial(_gradient, loss, other)
     with torch.random.fork_rng(devices=[]):
-        first = [whole.gradient(loss, seed) for seed in range(4)]
+        first = [whole(seed) for seed in range(4)]
         random = any(not torch.equal(each, first[0]) for each in first if bool(each.isfinite().all()))
         draws = range(DRAWS if random else 1)
-        found = {name: torch.stack([way.gradient(loss, seed) for seed in draws]) for name, way in ways.items()}
+        found = {name: torch.stack([way(seed) for seed in draws]) for name, way in ways.items()}
     nonfinite = next((name for name, gradients in found.items() if not bool(gradients.isfinite().all())), "")
     expected, *others = found.values()
     if not nonfinite and not bool(expected.any()):
@@ -103,31 +102,24 @@ def try_loss(loss: Loss, batch: LossInputs) -> Trial:
 def gradients_differ(one: Loss, other: Loss, batch: LossInputs) -> bool:
     """Return whether two losses differ on a batch, with the same random numbers."""
     with torch.random.fork_rng(devices=[]):
-        first, second = (_Way(batch).gradient(loss, seed=0) for loss in (one, other))
+        first, second = (_gradient(loss, batch, seed=0) for loss in (one, other))
     return _difference(second[None], first[None]) > DEPENDS
 
 
-class _Way:
-    """One way of calling a loss: in parts, each padded to its own longest response, on so many ranks."""
-
-    def __init__(self, batch: LossInputs, cut: int = 1, ranks: int = 1, wider: int = 0) -> None:
-        self.batch, self.ranks, mask = batch, ranks, batch.response_mask
-        self.counts = Counts(len(mask), int(mask.sum()), ranks)
-        self.parts = [partial(_part, rows, wider, mask) for rows in torch.arange(len(mask)).chunk(cut)]
-
-    def gradient(self, loss: Loss, seed: int) -> Tensor:
-        """Return the gradient of each token's log-prob, summed over parts and averaged over ranks."""
-        torch.manual_seed(seed)
-        leaf = self.batch.trainer_log_probs.clone().requires_grad_()
-        for part in self.parts:
-            value = loss(self.batch._replace(trainer_log_probs=leaf).of_all(part), self.counts)
-            if value.numel() != 1:
-                raise UnusableLossError(f"it returns a tensor of shape {tuple(value.shape)}")
-            if not value.requires_grad:
-                raise UnusableLossError("it returns a tensor without a gradient")
-            # a value that is not finite may have a gradient of 0
-            (value.sum() if bool(value.isfinite()) else value.sum() * math.nan).backward()
-        return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad / self.ranks
+def _gradient(loss: Loss, batch: LossInputs, seed: int, cut: int = 1, ranks: int = 1, wider: int = 0) -> Tensor:
+    """Return the gradient of each token's log-prob: of so many parts, each padded to its own longest response."""
+    torch.manual_seed(seed)
+    mask, leaf = batch.response_mask, batch.trainer_log_probs.clone().requires_grad_()
+    counts = Counts(len(mask), int(mask.sum()), ranks)
+    for rows in torch.arange(len(mask)).chunk(cut):
+        value = loss(batch._replace(trainer_log_probs=leaf).of_all(partial(_part, rows, wider, mask)), counts)
+        if value.numel() != 1:
+            raise UnusableLossError(f"it returns a tensor of shape {tuple(value.shape)}")
+        if not value.requires_grad:
+            raise UnusableLossError("it returns a tensor without a gradient")
+        # a value that is not finite may have a gradient of 0
+        (value.sum() if bool(value.isfinite()) else value.sum() * math.nan).backward()
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad / ranks
 
 
 def _part(rows: Tensor, wider: int, mask: Tensor, tensor: Tensor) -> Tensor:

@@ -39,19 +39,9 @@ class LossOutput(NamedTuple):
         return {name: number for name, number in numbers.items() if not math.isnan(number)}
 
 
-@dataclass(frozen=True)
-class EffectiveSampleSize(Statistic):
-    """(Σw)² / (n Σw²): 1 if all weights are equal, 1/n if one holds everything, 0 if no weight is left."""
-
-    total: Tensor = added()
-    squares: Tensor = added()
-    number: Tensor = added()
-
-    def value(self) -> float:
-        """Return the effective sample size as a fraction of n."""
-        if self.squares == 0 and self.number > 0:
-            return 0.0
-        return (self.total**2 / (self.squares * self.number)).item()
+def effective_share(total: Tensor, squares: Tensor, number: Tensor) -> float:
+    """Return (Σw)² / (n Σw²): 1 if all weights are equal, 1/n if one holds everything, 0 if no weight is left."""
+    return 0.0 if squares == 0 and number > 0 else (total**2 / (squares * number)).item()
 
 
 @dataclass(frozen=True)
@@ -68,7 +58,7 @@ class WeightStatistic(Statistic):
         unit, sums = ("responses", self.responses) if self.one_each else ("tokens", self.tokens)
         if self.number == "mean":
             return (sums[0] / sums[2]).item()
-        return EffectiveSampleSize(*sums).value() if self.number == unit else math.nan
+        return effective_share(*sums) if self.number == unit else math.nan
 
 
 @dataclass(frozen=True)
@@ -130,12 +120,10 @@ def weight_statistics(weights: Tensor, valid: Tensor) -> dict[str, Statistic]:
 
 
 def shared_metrics(batch: Batch, has_loss_B: Tensor, slope_BT: Tensor, kept_BT: Tensor) -> dict[str, Statistic]:
-    """Return what every loss reports; the slope, the factor of ∇log π(yₜ), is [B, T], or [B, 1].
+    """Return what every loss reports (docs/math.md); the slope, the factor of ∇log π(yₜ), is [B, T], or [B, 1].
 
-    Responses whose loss is exactly 0, and those whose gradient is, because no token is kept: without an advantage, or
-    with a weight of 0, both are; a response that is clipped as a whole has a loss. Tokens whose gradient is less than
-    the equation's, because a ratio or a product of it is held. The log-ratios of whole responses (nats; 0 is
-    on-policy), and the responses that were left out.
+    A response without an advantage, or with a weight of 0, has neither loss nor gradient; one that is clipped as a
+    whole has a loss. A token is held whose gradient is less than the equation's, because a ratio or a product of it is.
     """
     sample = batch.sequence_log_ratio_B[batch.rows_B]
     least = batch.advantages_BT.abs().clamp_(max=1).mul_(largest_ratio(slope_BT.dtype))

@@ -14,7 +14,7 @@ A loss says by its parameters' names what it needs, and whoever calls it (`Polic
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -50,8 +50,8 @@ class LossInputs(NamedTuple):
         return self._replace(**{name: function(tensor) for name, tensor in self.tensors().items()})
 
 
-SETTINGS = tuple(field.name for field in fields(LossSettings))
-PARAMETERS = frozenset({*LossInputs._fields, *OLD_LOG_PROBS, *SETTINGS, "aggregation"} - {"old_log_probs"})
+PARAMETERS = frozenset({*LossInputs._fields, *OLD_LOG_PROBS, "aggregation"} - {"old_log_probs"})
+PARAMETERS |= {field.name for field in fields(LossSettings)}
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,3 @@ class LossInUse:
             name += ", bypass mode"
         threshold, from_shadow = correction.get("rollout_is_threshold"), shadow.get("ratio_source") == "shadow"
         return cls(name, loss, bounds, bypass, level, threshold if level else None, clip, not from_shadow, known)
-
-    def settings(self) -> dict[str, Any]:
-        """Return plain values; `LossInUse(**values)` is the same again."""
-        return asdict(self)

@@ -25,12 +25,22 @@ from verl_precision.mismatch.settings import AlarmSettings
 # of 10, and a seventh of what FP16 shows on the tiny model of the quickstart (7e-5). k3 ≈ gap²/2.
 GAP_FLOOR = 1e-5
 K3_FLOOR = 1e-10
-# Steps in a row with NaN or infinity: one may be one broken sample, three are an engine.
-NOT_FINITE_STEPS = 3
+EVIDENCE_STEPS = 8  # full steps of growth; with more, fewer alarms are false, and all come as many steps later
+EXTREME_GAP = 0.95  # |π - μ| of a single token
+MOST_CLIPPED = 0.01  # share of phantom-clipped tokens
+FEWEST = 0.2  # effective sample size, or what is kept, as a share of all: below, too few carry the gradient
+SYNC_PEARSON, SYNC_GAP = 0.5, 1.0  # correlation of probabilities, and mean |gap| in nats, of one policy
 NOT_FINITE = {
     "trainer_not_finite": names.NONFINITE_TRAINER,
     "rollout_not_finite": names.NONFINITE_ROLLOUT,
     "responses_not_finite": names.NONFINITE_RESPONSES,
+}
+# Measurements in a row until an alarm is raised. NaN once may be one broken sample, three times it is an engine; one
+# step with a policy that is not the trainer's is enough to look, and two rule out a batch of a few tokens.
+PATIENCE = {
+    **dict.fromkeys(NOT_FINITE, 3),
+    **dict.fromkeys(("extreme_prob_gap", "phantom_clipping", "low_effective_sample_size"), 5),
+    **{"repeated_overflow": 10, "loss_scale_at_minimum": 1, "policies_differ": 2},
 }
 _KNOWN = table_of(__file__, "remedies.yaml")
 
@@ -97,31 +107,32 @@ class Limit(NamedTuple):
     allowed: str
 
 
-def _limits(s: AlarmSettings) -> dict[str, tuple[int, list[Limit]]]:
-    """Return of each alarm after how many measurements in a row it is raised, and its limits, of which any counts."""
-    share, gap = f"allowed up to {s.affected_fraction:g} of the tokens", f"allowed within ±{s.extreme_gap:g}"
-    overflow = f"allowed in fewer than {s.skipped_steps} steps in a row, and than one in {EVERY}"
-    few, most = f"allowed down to {s.effective_fraction:g} of the ", 1 - s.effective_fraction
-    # Weights of 0 and 1 have an effective sample size too: what verl's rejection keeps.
-    sizes = [Limit(key, lambda x: x < s.effective_fraction, few + unit) for key, unit in names.SAMPLE_SIZES.items()]
-    sizes.append(Limit(names.REJECTED_TOKENS, lambda x: x > most, f"allowed up to {most:g} of the tokens"))
-    extremes = [Limit(key, lambda x: abs(x) > s.extreme_gap, gap) for key in (names.PROB_GAP_MIN, names.PROB_GAP_MAX)]
-    clipped = Limit(names.PHANTOM_CLIPPED, lambda x: x > s.affected_fraction, share)
-    scale = Limit(names.LOSS_SCALE, lambda x: x <= s.loss_scale_minimum, f"minimum {s.loss_scale_minimum:g}")
-    apart = [
-        Limit(names.PROBS_PEARSON, lambda x: x < s.sync_pearson, f"one policy has at least {s.sync_pearson:g}"),
-        Limit(names.LOG_PROB_GAP, lambda x: x > s.sync_gap, f"one policy has at most {s.sync_gap:g} nats"),
-    ]
-    return {
-        **{name: (NOT_FINITE_STEPS, [Limit(key, lambda x: x > 0, "allowed 0")]) for name, key in NOT_FINITE.items()},
-        "extreme_prob_gap": (s.persist_steps, extremes),
-        "phantom_clipping": (s.persist_steps, [clipped]),
-        "low_effective_sample_size": (s.persist_steps, sizes),
-        "repeated_overflow": (s.skipped_steps, [Limit(names.SKIPPED_STEPS, lambda x: x > 0, overflow)]),
-        "loss_scale_at_minimum": (1, [scale]),
-        # One step with a policy that is not the trainer's is enough to look; two rule out a batch of a few tokens.
-        "policies_differ": (2, apart),
-    }
+# Any of an alarm's limits counts. Weights of 0 and 1 have an effective sample size too: what verl's rejection keeps.
+LIMITS: dict[str, list[Limit]] = {
+    **{name: [Limit(key, lambda x: x > 0, "allowed 0")] for name, key in NOT_FINITE.items()},
+    "extreme_prob_gap": [
+        Limit(key, lambda x: abs(x) > EXTREME_GAP, f"allowed within ±{EXTREME_GAP:g}")
+        for key in (names.PROB_GAP_MIN, names.PROB_GAP_MAX)
+    ],
+    "phantom_clipping": [
+        Limit(names.PHANTOM_CLIPPED, lambda x: x > MOST_CLIPPED, f"allowed up to {MOST_CLIPPED:g} of the tokens")
+    ],
+    "low_effective_sample_size": [
+        *(
+            Limit(key, lambda x: x < FEWEST, f"allowed down to {FEWEST:g} of the {unit}")
+            for key, unit in names.SAMPLE_SIZES.items()
+        ),
+        Limit(names.REJECTED_TOKENS, lambda x: x > 1 - FEWEST, f"allowed up to {1 - FEWEST:g} of the tokens"),
+    ],
+    "repeated_overflow": [
+        Limit(names.SKIPPED_STEPS, lambda x: x > 0, f"allowed in fewer than 10 steps in a row, and than one in {EVERY}")
+    ],
+    "loss_scale_at_minimum": [Limit(names.LOSS_SCALE, lambda x: x <= 1, "minimum 1")],
+    "policies_differ": [
+        Limit(names.PROBS_PEARSON, lambda x: x < SYNC_PEARSON, f"one policy has at least {SYNC_PEARSON:g}"),
+        Limit(names.LOG_PROB_GAP, lambda x: x > SYNC_GAP, f"one policy has at most {SYNC_GAP:g} nats"),
+    ],
+}
 
 
 class MismatchAlarm:
@@ -130,12 +141,10 @@ class MismatchAlarm:
     def __init__(self, settings: AlarmSettings | None = None, in_use: Collection[str] = ()) -> None:
         self.settings, self.in_use = (s := settings or AlarmSettings()), in_use
         self._growing = {
-            "k3_growth": Growth(1, K3_FLOOR, s.baseline_steps, s.allowed_growth, s.evidence_steps),
-            "gap_growth": Growth(2, GAP_FLOOR, s.baseline_steps, s.allowed_growth, s.evidence_steps),
+            "k3_growth": Growth(1, K3_FLOOR, s.baseline_steps, s.allowed_growth, EVIDENCE_STEPS),
+            "gap_growth": Growth(2, GAP_FLOOR, s.baseline_steps, s.allowed_growth, EVIDENCE_STEPS),
         }
-        limits = _limits(s)
-        self._limits = {name: of_any for name, (_, of_any) in limits.items()}
-        self._patience = {name: Persistence(steps, returns=True) for name, (steps, _) in limits.items()}
+        self._patience = {name: Persistence(steps) for name, steps in PATIENCE.items()}
 
     @property
     def _detectors(self) -> dict[str, Growth | Persistence]:
@@ -168,7 +177,7 @@ class MismatchAlarm:
             if value is not None and growth.update(step, value):
                 raised.append(self._alarm(name, metric, value, growth.normal(), step, growth))
         for name, patience in self._patience.items():
-            values = ((names.value_of(metrics, limit.metric), limit) for limit in self._limits[name])
+            values = ((names.value_of(metrics, limit.metric), limit) for limit in LIMITS[name])
             found = [(limit.beyond(x), x, limit) for x, limit in values if x is not None and not math.isnan(x)]
             if found:
                 beyond, value, limit = max(found, key=lambda item: item[0])  # the first beyond, or else the first

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from verl_precision.mismatch.packing import FlatBatch
+
 REASONS = ("largest weight", "largest gap", "random")
 
 
@@ -31,6 +33,11 @@ class Candidate:
     largest_gap: float  # largest |log π - log μ| of one of them; infinite where one is NaN
     log_probs: Tensor  # [T] float32, log π
     shadow_log_probs: Tensor | None  # [T] float32
+
+    def copied(self) -> "Candidate":
+        """Return the same with log-probs of its own, on the CPU."""
+        shadow = None if self.shadow_log_probs is None else self.shadow_log_probs.float().cpu().clone()
+        return replace(self, log_probs=self.log_probs.float().cpu().clone(), shadow_log_probs=shadow)
 
 
 # One for each of `REASONS`: by what a candidate is chosen, the smallest first; a weight of NaN before all others.
@@ -60,36 +67,23 @@ class Candidates:
 
     @classmethod
     @torch.no_grad()
-    def measure(
-        cls,
-        keep: int,
-        lots: Sequence[int],
-        trainer_log_probs: Tensor,
-        rollout_log_probs: Tensor,
-        response_mask: Tensor,
-        shadow_log_probs: Tensor | None = None,
-        lengths: Sequence[int] | None = None,
-    ) -> Self:
+    def of_batch(cls, keep: int, lots: Sequence[int], batch: FlatBatch, lengths: Sequence[int] | None = None) -> Self:
         """Choose from a batch, or a part of one; a response without a token of the policy is no candidate.
 
-        Log-probs are [B, T] floating, in nats, or nested (torch.jagged); the mask likewise, nonzero where the policy
+        Log-probs are the trainer's, a shadow's if there is one, and the rollout's; the mask is nonzero where the policy
         wrote the token: what other tokens hold never matters. A lot that is negative is that of padding. `lengths` has
         the tokens of each response, where they are padded.
         """
-        rows = zip(trainer_log_probs.unbind(), rollout_log_probs.unbind(), response_mask.unbind(), strict=True)
-        known, row_of = [], {}
-        for row, (lot, (trainer, rollout, mask)) in enumerate(zip(lots, rows, strict=True)):
-            gap = trainer[mask.bool()].double() - rollout[mask.bool()]
+        (trainer_N, *shadow, rollout_N), bounds, known = batch.log_probs, batch.offsets.tolist(), []
+        for row, (lot, begin, end) in enumerate(zip(lots, bounds[:-1], bounds[1:], strict=True)):
+            written = begin + batch.mask[begin:end].nonzero().squeeze(1)
+            gap = trainer_N[written].double() - rollout_N[written]
             if len(gap) and lot >= 0:
                 largest = gap.abs().nan_to_num(nan=torch.inf, posinf=torch.inf).max()
-                known.append(Candidate(lot, float(gap.sum()), float(largest), trainer, None))
-                row_of[lot] = row
-        found = {}
-        for lot, one in _best(keep, known).items():
-            row, length = row_of[lot], None if lengths is None else lengths[row_of[lot]]
-            shadow = None if shadow_log_probs is None else _kept(shadow_log_probs[row], length)
-            found[lot] = replace(one, log_probs=_kept(one.log_probs, length), shadow_log_probs=shadow)
-        return cls(keep, found)
+                whole = slice(begin, end if lengths is None else begin + lengths[row])
+                of_shadow = shadow[0][whole] if shadow else None
+                known.append(Candidate(lot, float(gap.sum()), float(largest), trainer_N[whole], of_shadow))
+        return cls(keep, {lot: one.copied() for lot, one in _best(keep, known).items()})
 
     def merge(self, other: Self) -> Self:
         """Return the candidates of both pieces together; neither changes."""
@@ -102,10 +96,6 @@ class Candidates:
             for one in sorted(left.values(), key=rank)[:share]:
                 taken.append((left.pop(one.lot), reason))
         return taken
-
-
-def _kept(values_T: Tensor, length: int | None) -> Tensor:
-    return values_T[:length].float().cpu().clone()
 
 
 def _best(keep: int, candidates: Iterable[Candidate]) -> dict[int, Candidate]:

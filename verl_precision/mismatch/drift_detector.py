@@ -16,14 +16,13 @@ RETURNS, EVERY = 2, 4
 
 @dataclass
 class Persistence:
-    """A condition that holds in `steps` measurements in a row, ≥ 1, or, where `returns` is set, that comes back.
+    """A condition that holds in `steps` measurements in a row, ≥ 1, or that comes back.
 
     It comes back where it holds in `RETURNS` times as many, at every `EVERY`th or more often. It has recovered after
-    `steps` measurements without it, at least `EVERY` if it `returns`. A step without measurement changes nothing.
+    `steps` measurements without it, at least `EVERY`. A step without measurement changes nothing.
     """
 
     steps: int
-    returns: bool = False
     recent: list[int | None] = field(default_factory=list)  # of each measurement: its step, None if it does not hold
     since: int | None = None  # while active, the first step of what made it fire
     active: bool = False  # has fired and not recovered
@@ -33,15 +32,14 @@ class Persistence:
         if holds or self.recent:
             self.recent = [*self.recent, step if holds else None][-EVERY * RETURNS * self.steps + EVERY - 1 :]
         if self.active:
-            quiet = max(self.steps, EVERY) if self.returns else self.steps
-            if all(each is None for each in self.recent[-quiet:]):
+            if all(each is None for each in self.recent[-max(self.steps, EVERY) :]):
                 self.recent, self.since, self.active = [], None, False
         if self.active or not holds:
             return False
         run, held = self.recent[-self.steps :], [each for each in self.recent if each is not None]
         if len(run) == self.steps and None not in run:
             self.since = run[0]
-        elif self.returns and len(held) >= RETURNS * self.steps:
+        elif len(held) >= RETURNS * self.steps:
             self.since = held[0]
         self.active = self.since is not None
         return self.active
@@ -85,7 +83,7 @@ class Growth:
 
     def __post_init__(self) -> None:
         """Begin without scores of 1."""
-        self.returning = Persistence(self.evidence_steps, returns=True)
+        self.returning = Persistence(self.evidence_steps)
 
     def update(self, step: int, value: float) -> bool:
         """Take the value of one step; return whether it fires now."""

@@ -16,12 +16,13 @@ from typing_extensions import Self
 from verl_precision.base.mergeable import Count, Maximum, Mean, Statistic, StatisticSet, merge_by_name
 from verl_precision.losses.settings import ClipRange
 from verl_precision.mismatch.metric_names import BY_VERSION, STALE_FRACTION, TOOL_FRACTION, TURNS_MAX, behind, of_turn
-from verl_precision.mismatch.packing import flattened
+from verl_precision.mismatch.packing import FlatBatch
 from verl_precision.mismatch.phantom import PhantomStatistics
 from verl_precision.mismatch.statistics import MismatchStatistics
 
 # Responses this many versions behind, or more, are measured together; and this turn with all later ones.
 FURTHEST_VERSION, FURTHEST_TURN = 3, 8
+ENGINES = "nonfinite_trainer_tokens", "nonfinite_rollout_tokens"
 
 
 @dataclass(frozen=True)
@@ -32,31 +33,20 @@ class MismatchByVersion:
     groups: Mapping[int, MismatchStatistics] = field(default_factory=dict)
 
     @classmethod
-    def measure(
-        cls,
-        trainer_log_probs: Tensor,
-        rollout_log_probs: Tensor,
-        response_mask: Tensor,
-        advantages: Tensor,
-        versions_behind: Sequence[int],
-        ratio_threshold: float = 3.0,
-        ended: Tensor | None = None,
-    ) -> Self:
-        """Measure a batch, or a part of one, given as `MismatchStatistics.measure` takes it.
+    def of_batch(cls, batch: FlatBatch, versions_behind: Sequence[int]) -> Self:
+        """Measure a batch, or a part of one, of the trainer's and the rollout's log-probs.
 
-        `versions_behind` is that of each response; 0: sampled with the weights of `trainer_log_probs`.
+        `versions_behind` is that of each response; 0: sampled with the weights that the trainer scores it with.
         """
-        log_probs = {"trainer_log_probs": trainer_log_probs, "rollout_log_probs": rollout_log_probs}
-        batch, found = flattened(log_probs, response_mask, advantages), {}
+        found = {}
         groups_B = torch.tensor(versions_behind, dtype=torch.int64).clamp(max=FURTHEST_VERSION)
         for group in groups_B.unique().tolist():
             part = batch.only(groups_B == group)
-            measured = MismatchStatistics.of_batch(part, ratio_threshold, ended=ended)
-            broken = measured.statistics["nonfinite_tokens"]  # whose they are takes a second look, where there are any
-            counts = {
-                f"nonfinite_{engine}_tokens": _nonfinite(each, part.mask) if broken.value() else broken
-                for engine, each in zip(("trainer", "rollout"), part.log_probs, strict=True)
-            }
+            measured = MismatchStatistics.of_batch(part)
+            counts = dict.fromkeys(ENGINES, measured.statistics["nonfinite_tokens"])
+            if counts[ENGINES[0]].value():  # whose they are takes a second look
+                broken = (~each.isfinite() & part.mask.bool() for each in part.log_probs)
+                counts = {name: Count(tokens.sum()).on_cpu() for name, tokens in zip(ENGINES, broken, strict=True)}
             found[group] = MismatchStatistics({**measured.statistics, **counts})
         return cls(found)
 
@@ -81,30 +71,18 @@ class MismatchByVersion:
         return found
 
 
-def _nonfinite(log_probs: Tensor, mask: Tensor) -> Count:
-    return Count((~log_probs.isfinite() & mask.bool()).sum()).on_cpu()
-
-
 def beta_of_current_version(
-    trainer_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    response_mask: Tensor,
-    advantages: Tensor,
-    versions_behind: Sequence[int],
-    clip: ClipRange | None,
-    ended: Tensor | None = None,
+    batch: FlatBatch, versions_behind: Sequence[int], clip: ClipRange | None
 ) -> PhantomStatistics:
     """Measure the responses of the current version with the rollout in place of a shadow: alpha is 0, the gap is beta.
 
-    `versions_behind` is as `MismatchByVersion.measure` takes it, all else as `PhantomStatistics.measure`.
+    Batch and `versions_behind` are as `MismatchByVersion.of_batch` takes them; `clip` is that of `PhantomStatistics`.
     """
     current_B = torch.tensor(versions_behind) == 0
     if not current_B.any():
         return PhantomStatistics()
-    log_probs = {"trainer_log_probs": trainer_log_probs, "rollout_log_probs": rollout_log_probs}
-    batch = flattened(log_probs, response_mask, advantages).only(current_B)
     trainer, rollout = batch.log_probs
-    return PhantomStatistics.of_batch(batch._replace(log_probs=(trainer, rollout, rollout)), clip, ended=ended)
+    return PhantomStatistics.of_batch(batch.only(current_B)._replace(log_probs=(trainer, rollout, rollout)), clip)
 
 
 def turns_of(mask_N: Tensor, offsets: Tensor) -> Tensor:
@@ -112,19 +90,13 @@ def turns_of(mask_N: Tensor, offsets: Tensor) -> Tensor:
 
     The mask is of flat responses, which begin at `offsets` ([B + 1]), and nonzero where the policy wrote the token.
     """
-    begins_N = _turn_begins(mask_N, offsets)
-    counted = torch.cat([begins_N.new_zeros(1, dtype=torch.int64), begins_N.cumsum(0)])
-    return (counted[1:] - counted[offsets[:-1]].repeat_interleave(offsets.diff())) * mask_N.bool()
-
-
-def _turn_begins(mask_N: Tensor, offsets: Tensor) -> Tensor:
-    """Return [N] bool, the first tokens of turns."""
     mask_N = mask_N.bool()
     begins_N = mask_N.clone()
     begins_N[1:] &= ~mask_N[:-1]
     first_E = offsets[:-1][offsets.diff() > 0]
     begins_N[first_E] = mask_N[first_E]
-    return begins_N
+    counted = torch.cat([begins_N.new_zeros(1, dtype=torch.int64), begins_N.cumsum(0)])
+    return (counted[1:] - counted[offsets[:-1]].repeat_interleave(offsets.diff())) * mask_N
 
 
 @dataclass(frozen=True)
@@ -135,27 +107,16 @@ class MismatchByTurn(StatisticSet):
 
     @classmethod
     @torch.no_grad()
-    def measure(
-        cls,
-        trainer_log_probs: Tensor,
-        rollout_log_probs: Tensor,
-        response_mask: Tensor,
-        whole: MismatchStatistics,
-        lengths: Tensor | None = None,
-    ) -> Self:
-        """Measure a batch, or a part of one, of tensors as `MismatchStatistics.measure` takes them.
+    def of_batch(cls, batch: FlatBatch, whole: MismatchStatistics, lengths: Tensor | None = None) -> Self:
+        """Measure a batch, or a part of one, of the trainer's and the rollout's log-probs.
 
         `whole` are its statistics, which are those of turn 1 where there is no other. `lengths` is [B], the tokens of
         each response where they are padded, tool output included. Padding and tool output never matter, whatever they
         hold.
         """
-        log_probs = {"trainer_log_probs": trainer_log_probs, "rollout_log_probs": rollout_log_probs}
-        batch = flattened(log_probs, response_mask, None)
-        begins_E = _turn_begins(batch.mask, batch.offsets).nonzero().squeeze(1)
-        turns_B = torch.bincount(torch.searchsorted(batch.offsets, begins_E, right=True))
-        written, most = batch.mask.count_nonzero().double().cpu(), int(turns_B.max()) if len(turns_B) else 0
-        tokens = torch.tensor(float(len(batch.mask))) if lengths is None else lengths.sum().double().cpu()
-        turns_N = turns_of(batch.mask, batch.offsets) if most > 1 else batch.mask
+        turns_N = turns_of(batch.mask, batch.offsets)
+        written, most = turns_N.count_nonzero().double().cpu(), int(turns_N.max()) if len(turns_N) else 0
+        tokens = torch.tensor(float(len(turns_N))) if lengths is None else lengths.sum().double().cpu()
         found: dict[str, Statistic] = {
             TURNS_MAX: Maximum(torch.tensor(float(most))),
             TOOL_FRACTION: Mean(tokens - written, tokens),

@@ -3,11 +3,10 @@
 Shapes: B responses, T response tokens (padded), N valid tokens of a chunk, R responses of a chunk.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +26,7 @@ class FlatBatch(NamedTuple):
     mask: Tensor
     advantages: Tensor
     offsets: Tensor  # [B + 1], where each response begins
+    ended_B: Tensor | None = None  # bool, the responses that came to an end by themselves; None: all of them
 
     def only(self, responses_B: Tensor) -> "FlatBatch":
         """Return the batch with the tokens of some responses (bool) alone."""
@@ -60,25 +60,27 @@ def packed_chunks(batch: FlatBatch) -> Iterator[Chunk]:
     """Yield the valid tokens of a batch in chunks of whole responses: at least one, which may be empty."""
     size = CPU_CHUNK_TOKENS if batch.mask.device.type == "cpu" else GPU_CHUNK_TOKENS
     for tokens, lengths_R in slices(batch, size):
-        index_N = _positions(batch.mask[tokens])
+        index_N = batch.mask[tokens].nonzero().squeeze(1)
         ends_R = torch.searchsorted(index_N, lengths_R.cumsum(0))
         of_tokens = [each[tokens].index_select(0, index_N).double() for each in batch.log_probs]
         advantages_N = batch.advantages[tokens].index_select(0, index_N)
         yield _usable(of_tokens, advantages_N, ends_R.diff(prepend=ends_R.new_zeros(1)))
 
 
-def flattened(log_probs: Mapping[str, Tensor], response_mask: Tensor | None, advantages: Tensor | None) -> FlatBatch:
+def flattened(
+    *log_probs: Tensor, mask: Tensor | None, advantages: Tensor | None = None, ended: Tensor | None = None
+) -> FlatBatch:
     """Require one shape and layout of a batch's tensors, and flatten them.
 
-    Log-probs are [B, T] floating, in nats, or all of them nested (`torch.jagged`); the mask [B, T], nonzero where a
-    token counts, or nested, or None for all nested ones; advantages as the log-probs, or [B], or None: they have no
-    sign.
+    Log-probs, of the trainer, of a shadow if there is one, and of the rollout, are [B, T] floating, in nats, or all of
+    them nested (`torch.jagged`); the mask [B, T], nonzero where a token counts, or nested, or None for all nested ones;
+    advantages as the log-probs, or [B], or None: they have no sign; `ended` [B] bool, or None.
     """
-    name_of_first, first = next(iter(log_probs.items()))
-    if response_mask is None and not first.is_nested:
+    first, names = log_probs[0], ("trainer", "rollout") if len(log_probs) == 2 else ("trainer", "shadow", "rollout")
+    if mask is None and not first.is_nested:
         raise ConfigurationError("response_mask is None", allowed="[B, T] beside padded log-probs")
-    given = {name: tensor.detach() for name, tensor in log_probs.items()}
-    given |= {} if response_mask is None else {"response_mask": response_mask}
+    given = {f"{name}_log_probs": tensor.detach() for name, tensor in zip(names, log_probs, strict=True)}
+    given |= {} if mask is None else {"response_mask": mask}
     given |= {} if advantages is None else {"advantages": advantages.detach()}
     for name, tensor in given.items():
         per_response = name == "advantages" and not tensor.is_nested and tensor.shape == first.shape[:1]
@@ -87,7 +89,7 @@ def flattened(log_probs: Mapping[str, Tensor], response_mask: Tensor | None, adv
             shapes = ["nested" if each.is_nested else tuple(each.shape) for each in (tensor, first)]
             raise ConfigurationError(
                 f"{name} is {tensor.dtype}, {shapes[0]}, {tensor.layout}, "
-                f"{name_of_first} {first.dtype}, {shapes[1]}, {first.layout}",
+                f"trainer_log_probs {first.dtype}, {shapes[1]}, {first.layout}",
                 allowed="floating-point [B, T] of one shape for all, or nested with the same lengths, layout "
                 "torch.jagged, contiguous (advantages also [B])",
                 remedy="Pad or nest all of them alike; .contiguous() closes holes.",
@@ -97,12 +99,11 @@ def flattened(log_probs: Mapping[str, Tensor], response_mask: Tensor | None, adv
     else:
         offsets = torch.arange(first.shape[0] + 1, device=first.device) * first.shape[1]
     flat = {name: (each.values() if each.is_nested else each).reshape(-1) for name, each in given.items()}
-    mask, signs = flat.pop("response_mask", None), flat.pop("advantages", None)
-    every = flat[name_of_first]
+    mask, signs, every = flat.pop("response_mask", None), flat.pop("advantages", None), flat["trainer_log_probs"]
     mask = torch.ones_like(every, dtype=torch.bool) if mask is None else mask
     signs = torch.zeros_like(every) if signs is None else signs
     signs = signs if len(signs) == len(every) else signs.repeat_interleave(offsets.diff())
-    return FlatBatch(tuple(flat.values()), mask, signs, offsets)
+    return FlatBatch(tuple(flat.values()), mask, signs, offsets, ended)
 
 
 def slices(batch: FlatBatch, chunk_tokens: int) -> Iterator[tuple[slice, Tensor]]:
@@ -116,13 +117,6 @@ def slices(batch: FlatBatch, chunk_tokens: int) -> Iterator[tuple[slice, Tensor]
         start = stop
         if start == len(lengths):
             return
-
-
-def _positions(mask: Tensor) -> Tensor:
-    """Return where a mask is not zero, [N] int64; NumPy finds it three times as fast as torch on a CPU."""
-    if mask.device.type != "cpu":
-        return mask.nonzero().squeeze(1)
-    return torch.from_numpy(np.flatnonzero(mask.bool().numpy()))
 
 
 def _usable(log_probs: list[Tensor], advantages_N: Tensor, lengths_R: Tensor) -> Chunk:

@@ -48,23 +48,21 @@ class PhantomStatistics(StatisticSet):
         rollout's log-probs; None where it does not clip, or takes the ratio against others: then nothing is said about
         clipping. `beta_in_ratio` says whether the loss's ratio is π/μ, and not shadow/μ (`ratio_source=shadow`).
         """
-        log_probs = {"trainer_log_probs": trainer_log_probs, "shadow_log_probs": shadow_log_probs}
-        batch = flattened({**log_probs, "rollout_log_probs": rollout_log_probs}, response_mask, advantages)
-        return cls.of_batch(batch, clip, beta_in_ratio, ended)
+        log_probs = trainer_log_probs, shadow_log_probs, rollout_log_probs
+        batch = flattened(*log_probs, mask=response_mask, advantages=advantages, ended=ended)
+        return cls.of_batch(batch, clip, beta_in_ratio)
 
     @classmethod
     @torch.no_grad()
-    def of_batch(
-        cls, batch: FlatBatch, clip: ClipRange | None, beta_in_ratio: bool = True, ended: Tensor | None = None
-    ) -> Self:
+    def of_batch(cls, batch: FlatBatch, clip: ClipRange | None, beta_in_ratio: bool = True) -> Self:
         """Return the statistics of a batch of the trainer's, the shadow's and the rollout's log-probs."""
         statistics: list[dict[str, Statistic]] = []
         begin = 0
         for chunk in packed_chunks(batch):
             statistics.append(chunk.counts)
             counted_R = chunk.whole_R
-            if ended is not None:
-                counted_R = counted_R & ended[begin : begin + len(counted_R)].to(counted_R.device)
+            if batch.ended_B is not None:
+                counted_R = counted_R & batch.ended_B[begin : begin + len(counted_R)].to(counted_R.device)
             begin += len(counted_R)
             if len(chunk):
                 statistics.append(_token_statistics(chunk))

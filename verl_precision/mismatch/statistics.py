@@ -17,7 +17,6 @@ from torch import Tensor
 from typing_extensions import Self
 
 from verl_precision.base import mergeable
-from verl_precision.losses.settings import require_threshold
 from verl_precision.mismatch import fused
 from verl_precision.mismatch.fused import Measured
 from verl_precision.mismatch.packing import Chunk, FlatBatch, flattened, packed_chunks
@@ -27,9 +26,10 @@ from verl_precision.mismatch.token_sums import (
     ClassMean,
     GapHistogram,
     TokenSums,
-    gap_edges,
     sums_of,
 )  # fmt: skip
+
+C = 3.0  # the paper's bound of a response's ratio
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,6 @@ class MismatchStatistics(mergeable.StatisticSet):
         rollout_log_probs: Tensor,
         response_mask: Tensor | None,
         advantages: Tensor | None = None,
-        ratio_threshold: float = 3.0,
         ended: Tensor | None = None,
     ) -> Self:
         """Measure a batch, or a part of one; whole responses, because a response's ratio cannot be merged from pieces.
@@ -61,7 +60,6 @@ class MismatchStatistics(mergeable.StatisticSet):
             rollout_log_probs: Likewise, log μ(yₜ).
             response_mask: [B, T], nonzero where a token counts; with nested log-probs nested, or None for all.
             advantages: [B, T], nested, or [B]; only the sign matters. None leaves out the metrics by sign.
-            ratio_threshold: C >= 1 of the shares of responses within C; the paper's is 3.
             ended: [B] bool, the responses that came to an end by themselves; the others are left out of the metrics of
                 final tokens. None for all.
 
@@ -71,20 +69,21 @@ class MismatchStatistics(mergeable.StatisticSet):
             of responses. A NaN advantage has no sign.
 
         Raises:
-            ConfigurationError: If shapes, layouts, types or C do not fit.
+            ConfigurationError: If shapes, layouts or types do not fit.
         """
-        log_probs = {"trainer_log_probs": trainer_log_probs, "rollout_log_probs": rollout_log_probs}
-        return cls.of_batch(flattened(log_probs, response_mask, advantages), ratio_threshold, ended)
+        log_probs = trainer_log_probs, rollout_log_probs
+        return cls.of_batch(flattened(*log_probs, mask=response_mask, advantages=advantages, ended=ended))
 
     @classmethod
     @torch.no_grad()
-    def of_batch(cls, batch: FlatBatch, ratio_threshold: float = 3.0, ended: Tensor | None = None) -> Self:
-        """Return the statistics of a batch of the trainer's and the rollout's log-probs; arguments as of `measure`."""
-        require_threshold(ratio_threshold, "ratio_threshold")
+    def of_batch(cls, batch: FlatBatch) -> Self:
+        """Return the statistics of a batch of the trainer's and the rollout's log-probs."""
         found = (fused.measure if fused.kernel_for(batch.mask) else _measure_with_torch)(batch)
         tokens = _token_statistics(found.sums) if found.sums is not None else {}
-        responses = _response_statistics(found.log_ratio_B, found.length_B, ratio_threshold)
-        final_gap_E = found.final_gap_B if ended is None else found.final_gap_B[ended.cpu()[found.whole_B]]
+        responses = _response_statistics(found.log_ratio_B, found.length_B)
+        final_gap_E = found.final_gap_B
+        if batch.ended_B is not None:
+            final_gap_E = final_gap_E[batch.ended_B.cpu()[found.whole_B]]
         final = mergeable.Mean(final_gap_E.sum(), final_gap_E.new_full((), len(final_gap_E)))
         return cls.on_cpu({**found.counts, **tokens, **responses, "final_token_gap_mean": final})
 
@@ -96,11 +95,6 @@ class MismatchStatistics(mergeable.StatisticSet):
             for name, each in found.items()
             if each is not None
         }
-
-    def histograms(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return `mismatch/log_prob_gap` -> (edges [K + 1] in nats, -inf to inf; counts [K] of tokens), if measured."""
-        histogram = self.statistics.get("log_prob_gap")
-        return {"mismatch/log_prob_gap": (gap_edges(), histogram.counts)} if histogram else {}  # type: ignore[attr-defined]
 
 
 def _measure_with_torch(batch: FlatBatch) -> Measured:
@@ -145,16 +139,13 @@ def _token_statistics(sums: TokenSums) -> dict[str, mergeable.Statistic]:
     }
 
 
-def _response_statistics(
-    log_ratio_B: Tensor, length_B: Tensor, ratio_threshold: float
-) -> dict[str, mergeable.Statistic]:
+def _response_statistics(log_ratio_B: Tensor, length_B: Tensor) -> dict[str, mergeable.Statistic]:
     """Return metric -> statistic, of whole responses: s = log ρ of each, and its tokens."""
     n = log_ratio_B.new_full((), len(log_ratio_B))
     if not n:
         return {"responses": mergeable.Count(n)}
     total, abs_B, (low, high) = log_ratio_B.sum(), log_ratio_B.abs(), log_ratio_B.aminmax()
-    ratio_B, bound, bounds = (log_ratio_B - high).exp(), math.log(ratio_threshold), (ratio_threshold,)
-    at_most, within = (log_ratio_B <= bound).sum(), (abs_B <= bound).sum()
+    ratio_B, bound = (log_ratio_B - high).exp(), math.log(C)
     return {
         "responses": mergeable.Count(n),
         "sequence_log_ratio_mean": mergeable.Mean(total, n),
@@ -162,8 +153,8 @@ def _response_statistics(
         "sequence_log_ratio_abs_per_1k_tokens": mergeable.Slope(
             1000.0, n, length_B.sum(), length_B.dot(length_B), abs_B.sum(), length_B.dot(abs_B)
         ),
-        "sequence_ratio_at_most_c": mergeable.Share(at_most, n, bounds),
-        "sequence_ratio_within_c": mergeable.Share(within, n, bounds),
+        "sequence_ratio_at_most_c": mergeable.Mean((log_ratio_B <= bound).sum(), n),
+        "sequence_ratio_within_c": mergeable.Mean((abs_B <= bound).sum(), n),
         # a response beyond e^300 counts as e^300, so that the sum of squares stays finite
         "sequence_chi_square": mergeable.Mean((2 * log_ratio_B.clamp(max=LARGEST_GAP_SQUARED)).expm1().sum(), n),
         "sequence_ess": mergeable.RatioSampleSize(n, high, ratio_B.sum(), ratio_B.dot(ratio_B)),

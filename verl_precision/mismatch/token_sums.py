@@ -104,12 +104,10 @@ class GapHistogram(Statistic):
     high: Tensor = largest()
 
     def values(self, name: str) -> dict[str, float]:
-        """Return the quantiles of g, `<name>_p..`, and of |g|, `<name>_abs_p..`."""
-        low, high = self.low.item(), self.high.item()
-        edges, (abs_edges, abs_counts) = gap_edges(), absolute(self.counts)
-        found = {label: quantile(edges, self.counts, q, low, high) for label, q in QUANTILES.items()}
-        for label, q in ABS_QUANTILES.items():
-            found[label] = quantile(abs_edges, abs_counts, q, 0.0, max(high, -low))
+        """Return the quantiles of g, `<name>_p..`, and of |g|, `<name>_abs_p..`; each is at most half a bin off."""
+        gaps = gap_centres().clamp(self.low, self.high)
+        found = {label: quantile(gaps, self.counts, q) for label, q in QUANTILES.items()}
+        found |= {label: quantile(gaps.abs(), self.counts, q) for label, q in ABS_QUANTILES.items()}
         return {f"{name}_{label}": value for label, value in found.items()}
 
 
@@ -127,35 +125,19 @@ def counts_of_bits(tokens: Tensor) -> Tensor:
     return torch.cat([ends[:1], middle[0], ends[1:2], middle[1], ends[2:]]).double()
 
 
-def gap_edges() -> Tensor:
-    """Return the edges of the bins in nats, float64, -inf to inf; one more than there are counts."""
+def gap_centres() -> Tensor:
+    """Return the middle of each bin in nats, float64; those of the outermost are infinite."""
     octaves = torch.arange(LOWEST, HIGHEST, dtype=torch.float64).exp2()
-    steps = 1 + torch.arange(PER_OCTAVE, dtype=torch.float64) / PER_OCTAVE
-    top = torch.tensor([2.0**HIGHEST, torch.inf], dtype=torch.float64)
-    above = torch.cat([(octaves[:, None] * steps).flatten(), top])
-    return torch.cat([-above.flip(0), above])
+    steps = 1 + (torch.arange(PER_OCTAVE, dtype=torch.float64) + 0.5) / PER_OCTAVE
+    positive = torch.cat([(octaves[:, None] * steps).flatten(), octaves.new_tensor([torch.inf])])
+    return torch.cat([-positive.flip(0), octaves.new_zeros(1), positive])
 
 
-def absolute(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Fold a histogram of g into one of |g|: (edges, counts); the first bin is [0, 2⁻³⁰)."""
-    middle = _HIGH - _LOW + 1
-    folded = counts[middle:].clone()
-    folded[1:] += counts[:middle].flip(0)
-    return torch.cat([torch.zeros(1, dtype=torch.float64), gap_edges()[middle + 1 :]]), folded
-
-
-def quantile(edges: Tensor, counts: Tensor, q: float, low: float, high: float) -> float:
-    """Return the q-quantile: the smallest x with F(x) ≥ q, F the distribution that is uniform within each bin.
-
-    It lies in the bin that holds the ⌈q n⌉-th smallest value, so it is at most one bin off. Of the K + 1 `edges` the
-    outer ones are bounded by `low` and `high`, the smallest and largest value counted.
-    """
-    cumulated = counts.cumsum(0)
-    rank = q * cumulated[-1]
-    k = int(torch.searchsorted(cumulated, rank))
-    left, right = max(edges[k].item(), low), min(edges[k + 1].item(), high)
-    inside = (rank - cumulated[k] + counts[k]) / counts[k]
-    return min(max(left + (right - left) * inside.item(), low), high)
+def quantile(values: Tensor, counts: Tensor, q: float) -> float:
+    """Return the q-quantile of values that occur so often: the smallest x with F(x) ≥ q."""
+    order = values.argsort()
+    cumulated = counts[order].cumsum(0)
+    return values[order][torch.searchsorted(cumulated, q * cumulated[-1])].item()
 
 
 @dataclass(frozen=True)
@@ -188,22 +170,17 @@ class TokenSums(Statistic):
 def sums_of(pi_N: Tensor, mu_N: Tensor, gap_N: Tensor, advantages_N: Tensor) -> TokenSums:
     """Return the sums of one chunk's tokens, at least one, from log π, log μ (float64), and their difference.
 
-    Only the sign of advantages matters. Arrays are used again and few live at once, for speed.
+    Only the sign of advantages matters.
     """
     of_classes = class_totals(token_classes(mu_N, advantages_N), gap_N)
     histogram, squares, (gap_min, gap_max) = gap_counts(gap_N), gap_N.dot(gap_N), gap_N.aminmax()
-    capped_N = gap_N if gap_max <= LARGEST_GAP else gap_N.clamp(max=LARGEST_GAP)
+    capped_N, probs_N = gap_N.clamp(max=LARGEST_GAP), mu_N.exp()
     excess_N = capped_N.expm1()  # e^g - 1; taking 1 from e^g would lose the digits of a small g
-    excess, distance = excess_N.sum(), excess_N.abs().sum()
     squared_N = excess_N if gap_max <= LARGEST_GAP_SQUARED else gap_N.clamp(max=LARGEST_GAP_SQUARED).expm1()
-    probs_N = mu_N.exp()
     chi_square = squared_N.dot(squared_N) + 2 * squared_N.sum()  # e^2g - 1 = (e^g - 1)² + 2 (e^g - 1)
-    if gap_max <= LARGEST_GAP:
-        diff_N = excess_N.mul_(probs_N)  # π - μ = μ (e^g - 1)
-    else:
-        diff_N = torch.exp(pi_N, out=excess_N).sub_(probs_N)
+    diff_N = torch.where(gap_N > LARGEST_GAP, pi_N.exp() - probs_N, probs_N * excess_N)  # π - μ = μ (e^g - 1)
     diff_min, diff_max = diff_N.aminmax()
-    n, k3 = gap_N.new_full((), len(gap_N)), excess - capped_N.sum()
+    n, k3, distance = gap_N.new_full((), len(gap_N)), excess_N.sum() - capped_N.sum(), excess_N.abs().sum()
     of_probs = mu_N.sum(), probs_N.sum(), probs_N.dot(probs_N)
     of_diff = diff_N.sum(), diff_N.abs().sum(), diff_N.dot(diff_N), probs_N.dot(diff_N), (gap_N == 0).sum().double()
     extremes = gap_min, diff_min, gap_max, diff_max

@@ -121,7 +121,7 @@ def test_an_update_reaches_the_weights(engine, estimator):
 
 def test_an_update_of_verls_own_engine_is_measured_where_the_trainer_asks(make_engine):
     asked = dict.fromkeys(("mismatch", "rollout_as_shadow", "bypass", "beta_in_ratio"), True)
-    request = {**asked, "clip": None, "ratio_threshold": 3.0, "longest_response": RESPONSE, "keep": 0}
+    request = {**asked, "clip": None, "longest_response": RESPONSE, "keep": 0}
     engine, config = make_engine(FSDPEngineConfig), compose_estimator("pg_seq_is")
     metrics, _ = updated(engine, config, {REQUEST: request})
     assert metrics[MISMATCH].aggregate().metrics()["mismatch/tokens"] == RESPONSES * RESPONSE

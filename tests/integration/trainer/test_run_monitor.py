@@ -29,6 +29,7 @@ from verl_precision.integration.trainer.batch_fields import fetch
 from verl_precision.integration.trainer.run_monitor import ALARM_FILE, STEP_METRICS, RunMonitor
 from verl_precision.losses.settings import ClipRange
 from verl_precision.mismatch.groups import MismatchByVersion
+from verl_precision.mismatch.packing import flattened
 from verl_precision.mismatch.phantom import PhantomStatistics
 
 BYPASS = {"algorithm": {"rollout_correction": {"bypass_mode": True}}}
@@ -60,7 +61,7 @@ def asked_of(monitor: RunMonitor) -> MeasureOrder | None:
 
 WIDE = {"actor_rollout_ref": {"actor": {"clip_ratio_low": 10.0}}}  # "never clip below"; no ratio is below 0
 ONLY_VERLS = ClipRange(False, -math.inf, math.log1p(0.28), math.log(3))
-COMMON = {"ratio_threshold": 3.0, "longest_response": 4, "keep": 0}
+COMMON = {"longest_response": 4, "keep": 0}
 ASKED_FOR = ("mismatch", "rollout_as_shadow", "bypass", "clip", "beta_in_ratio")
 
 
@@ -145,7 +146,7 @@ def of_the_worker(*numbers: float) -> dict:
     """What an update reports: the sets, a metric of the loss, and others."""
     pi, mu, ones = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]]), torch.ones(1, 2)
     return {
-        "actor/" + MISMATCH: MismatchByVersion.measure(pi, mu, ones, ones, [0]),
+        "actor/" + MISMATCH: MismatchByVersion.of_batch(flattened(pi, mu, mask=ones, advantages=ones), [0]),
         "actor/" + PHANTOM: PhantomStatistics.measure(pi, mu, mu, ones, ones),
         "actor/" + FAILED: Count(torch.tensor(1.0)),
         "actor/is_weight_mean": Mean(torch.tensor(sum(numbers)), torch.tensor(float(len(numbers)))),
@@ -282,14 +283,11 @@ def test_on_alarm_stop_returns_the_error_that_ends_the_run():
     assert len(errors) == 1 and isinstance(errors[0], MismatchAlarmError) and "on_alarm" in str(errors[0])
 
 
-def test_histogram_and_alarms_are_shown_once(monkeypatch):
+def test_alarms_are_shown_once(monkeypatch):
     shown = []
-    monkeypatch.setattr(run_monitor, "log_histograms", lambda _, histograms, step: shown.append((*histograms, step)))
     monkeypatch.setattr(run_monitor, "log_table", lambda _, name, rows, step: shown.append((name, step, len(rows))))
-    stored(monkeypatch, (-1.0, -2.0))
     judge = monitor()
-    judge.measure_in_driver(batch_of(0), 1)
     for step in (7, 8):
         judge.judge(step, {"precision/loss_scale": 1.0})
         judge.show(None, step)
-    assert shown == [("mismatch/log_prob_gap", 7), ("alarm/raised", 7, 1), ("alarm/raised", 8, 0)]
+    assert shown == [("alarm/raised", 7, 1), ("alarm/raised", 8, 0)]

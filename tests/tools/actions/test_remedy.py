@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from monitored import trainer_of
 
-from verl_precision.base.errors import CheckpointStateError
 from verl_precision.mismatch.alarm import ADVICE, MismatchAlarm, first_alarms
 from verl_precision.tools.actions.remedy import CURABLE, FAULTS, Remedy
 from verl_precision.tools.actions.rescue import Action
@@ -83,20 +82,3 @@ def replayed(rows) -> list[Action]:
         alarm.update(int(row["step"]), row)
         found.append(made.decide(int(row["step"]), alarm.active_since))
     return [each for each in found if each is not None]
-
-
-def test_a_resumed_run_goes_on_where_it_was():
-    whole, first, second = (remedy(action_patience=3) for _ in range(3))
-    steps = [ESS] * 5 + [{}] * 4 + [ESS] * 4
-    begun(first, steps[:4])
-    second.load(first.state())
-    assert len(begun(whole, steps)) == 2 and len(begun(second, steps[4:], first=5)) == 1
-    assert second.state() == whole.state()
-
-
-@pytest.mark.parametrize("state", [
-    {}, [], None, "x", -1, *({"persistence": each} for each in (None, [], {}, {"active": "x"}, {"recent": [1.5]})),
-])  # fmt: skip
-def test_a_state_of_something_else_is_refused(state):
-    with pytest.raises(CheckpointStateError):
-        remedy().load(state)

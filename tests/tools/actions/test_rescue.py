@@ -39,16 +39,11 @@ def checkpoint(folder: Path, step: int, whole: bool = True) -> Path:
 def test_it_goes_on_from_the_newest_whole_checkpoint_before_the_trouble(tmp_path):
     run = tmp_path / "bf16"
     paths = {step: checkpoint(run, step, whole=step != 5) for step in (3, 4, 5, 6, 9)}
+    assert rescue.of_run(config(run)) is None
     found = rescue.decide_rescue(config(run), ACTION)
     assert found.checkpoint == str(paths[4]) and (paths[4] / "KEEP").is_file(), "5 is half, 6 is of the trouble"
     assert found.folder == f"{run}-rescue" and found.name == "bf16-rescue"
     assert rescue.of_run(config(run)) == found and (Path(found.folder) / RESCUE_FILE).is_file()
-
-
-def test_only_the_command_of_the_parent_goes_on_with_it(tmp_path):
-    run = tmp_path / "bf16"
-    assert rescue.of_run(config(run)) is None
-    rescue.decide_rescue(config(run), ACTION)
     assert rescue.of_run(config(run, "log")) is None, "the rescue itself, or who wants the parent back"
 
 

@@ -14,6 +14,7 @@ from kept_responses import GRPO
 
 from verl_precision.losses import POLICY_LOSSES
 from verl_precision.losses.registry import LossInUse
+from verl_precision.losses.rollout_weights import WEIGHT_KINDS
 from verl_precision.losses.settings import ClipRange
 from verl_precision.presets import preset_names
 from verl_precision.tools.kept_tokens.decisions import LOST, Tokens, decide
@@ -41,7 +42,16 @@ def tokens_of(gaps, advantage=1.0, mask=None, shadow=None) -> Tokens:
 
 
 def said(estimator: LossInUse, tokens: Tokens, current=True, **more) -> list[str]:
-    return [DECISIONS[code] for code in decide(estimator, tokens, current, **more).codes]
+    return [DECISIONS[code] for code in decide(estimator, tokens, current, weights_of(estimator, tokens), **more).codes]
+
+
+def weights_of(estimator: LossInUse, tokens: Tokens):
+    """Return the weights that verl's step makes by an estimator's level."""
+    if estimator.level is None:
+        return None
+    kind, pair = WEIGHT_KINDS[estimator.level], (tokens.log_probs, tokens.rollout_log_probs)
+    given = pair if kind.of_log_probs else (pair[0] - pair[1],)
+    return kind.weights(*(each.unsqueeze(0) for each in (*given, tokens.mask)), estimator.level_threshold)[0]
 
 
 @pytest.mark.parametrize(("gap", "advantage", "shadow", "current", "expected"), [  # ln 0.8 = -0.2231, ln 1.28 = 0.2469
@@ -103,8 +113,9 @@ def test_tool_output_is_not_the_policys_and_a_number_that_is_none_leaves_a_respo
 
 def test_what_verls_rejection_took_out_is_masked_and_its_weights_are_taken():
     tokens = tokens_of([0.0, 0.0, 0.7], mask=[1, 1, 1])
+    weights = torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64)
     assert said(WEIGHTS, tokens, left=torch.tensor([1, 0, 1])) == ["kept", "masked", "truncated"]
-    given = decide(WEIGHTS, tokens, True, weights=torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64))
+    given = decide(WEIGHTS, tokens, True, weights)
     assert [DECISIONS[code] for code in given.codes] == ["kept", "masked", "truncated"]
     assert given.slopes.tolist() == [1, 0, 2]
 
@@ -122,7 +133,7 @@ def test_who_is_said_to_have_lost_its_gradient_has_none_and_nobody_else(name, se
             continue
         advantages = case.advantages[row].expand(case.mask.shape[1])
         tokens = Tokens(case.trainer[row], case.rollout[row], advantages, case.mask[row])
-        decided = decide(other, tokens, False)
+        decided = decide(other, tokens, False, weights_of(other, tokens))
         mask = case.mask[row].numpy()
         lost, slopes = np.isin(decided.codes, LOST), decided.slopes
         assert (lost == (mask & (gradient[row] == 0))).all()

@@ -131,81 +131,73 @@ def test_answer_tags(right, response):
     assert answer_tag.compute_score("math", response, "2") == right
 
 
-def test_what_takes_too_long_counts_as_wrong_and_costs_the_process():
+@pytest.fixture
+def judge():
     judge = _Judge()
-    try:
-        assert judge.says_equal("2/4", "1/2")
-        first = judge._process
-        if sys.platform == "linux":
-            assert resource.prlimit(first.pid, resource.RLIMIT_AS)[0] <= math_answers.MEMORY
-        os.kill(first.pid, signal.SIGSTOP)  # as deaf to signals of its own as a power in C
-        judge.seconds = 0.1
-        assert not judge.says_equal("2/4", "1/2")
-        assert first.poll() is not None, "it has been ended"
-        judge.seconds = math_answers.SECONDS
-        assert judge.says_equal("2/4", "1/2"), "by a new one"
-        judge._process.kill()
-        judge._process.wait()
-        assert not judge.says_equal("2/4", "1/2"), "it died"
-        assert judge.says_equal("2/4", "1/2")
-    finally:
-        judge.end()
+    yield judge
+    judge.end()
 
 
-def test_a_forked_process_has_a_judge_of_its_own():
+def test_what_takes_too_long_counts_as_wrong_and_costs_the_process(judge):
+    assert judge.says_equal("2/4", "1/2")
+    first = judge._process
+    if sys.platform == "linux":
+        assert resource.prlimit(first.pid, resource.RLIMIT_AS)[0] <= math_answers.MEMORY
+    os.kill(first.pid, signal.SIGSTOP)  # as deaf to signals of its own as a power in C
+    judge.seconds = 0.1
+    assert not judge.says_equal("2/4", "1/2")
+    assert first.poll() is not None, "it has been ended"
+    judge.seconds = math_answers.SECONDS
+    assert judge.says_equal("2/4", "1/2"), "by a new one"
+    judge._process.kill()
+    judge._process.wait()
+    assert not judge.says_equal("2/4", "1/2"), "it died"
+    assert judge.says_equal("2/4", "1/2")
+
+
+def test_a_forked_process_has_a_judge_of_its_own(judge):
     """A process that is asked by two would give one's reply to the other; and a lock may be held by a lost thread."""
-    judge, right, wrong = _Judge(), ("4/8", "1/2+0"), ("4/9", "1/2+0")
-    try:
-        assert judge.says_equal(*right)
-        first = judge._process
-        reading, writing = os.pipe()
-        with judge._lock:
-            child = os.fork()
-            if child == 0:
-                try:
-                    found = [judge.says_equal(*pair) for pair in [wrong, right] * 10]
-                    os.write(writing, b"1" if found == [False, True] * 10 and judge._process.pid != first.pid else b"0")
-                    judge.end()
-                finally:
-                    os._exit(0)
-        assert [judge.says_equal(*pair) for pair in [right, wrong] * 200] == [True, False] * 200
-        os.waitpid(child, 0)
-        assert os.read(reading, 1) == b"1"
-        assert judge._process is first and judge.says_equal(*right), "the child's end does not end the parent's"
-    finally:
-        judge.end()
+    right, wrong = ("4/8", "1/2+0"), ("4/9", "1/2+0")
+    assert judge.says_equal(*right)
+    first = judge._process
+    reading, writing = os.pipe()
+    with judge._lock:
+        child = os.fork()
+        if child == 0:
+            try:
+                found = [judge.says_equal(*pair) for pair in [wrong, right] * 10]
+                os.write(writing, b"1" if found == [False, True] * 10 and judge._process.pid != first.pid else b"0")
+                judge.end()
+            finally:
+                os._exit(0)
+    assert [judge.says_equal(*pair) for pair in [right, wrong] * 200] == [True, False] * 200
+    os.waitpid(child, 0)
+    assert os.read(reading, 1) == b"1"
+    assert judge._process is first and judge.says_equal(*right), "the child's end does not end the parent's"
 
 
-def test_a_reply_that_nobody_waited_for_is_not_the_next_ones(monkeypatch):
-    judge = _Judge()
-    try:
-        assert judge.says_equal("2/4", "1/2+0")
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(math_answers, "_line", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-            judge.says_equal("2/4", "1/2+0")
-        assert not judge.says_equal("2/4", "1/3+0")
-    finally:
-        judge.end()
+def test_a_reply_that_nobody_waited_for_is_not_the_next_ones(judge, monkeypatch):
+    assert judge.says_equal("2/4", "1/2+0")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(math_answers, "_line", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        judge.says_equal("2/4", "1/2+0")
+    assert not judge.says_equal("2/4", "1/3+0")
 
 
-def test_hostile_answers_are_wrong_within_the_bound_and_the_next_one_is_judged(tmp_path):
+def test_hostile_answers_are_wrong_within_the_bound_and_the_next_one_is_judged(judge, tmp_path):
     assert 3 * math_answers.SECONDS_WITHIN < math_answers.SECONDS <= 10, "two answers are read, and compared"
-    judge = _Judge()
-    try:
-        for hostile in (
-            *("9^{9^{9^{9}}}", "7" * 200_000, f"__import__('os').mkdir('{tmp_path}/made')", "\\pm" * 50, "1," * 300),
-            *("(" * 400 + "x" + ")" * 400, "{" * 400, "\\frac", "x^", "10^{10^{5}}", "100000000!", "1/0", "\x00"),
-            "|" * 200,
-        ):
-            assert not judge.says_equal(hostile, "2")
-            assert judge.says_equal("2/4", "1/2")
-        judge.seconds = 1.0
-        assert not judge.says_equal("9^{9^{9^{9}}}", "2", as_published=True)
-        judge.seconds = math_answers.SECONDS
+    for hostile in (
+        *("9^{9^{9^{9}}}", "7" * 200_000, f"__import__('os').mkdir('{tmp_path}/made')", "\\pm" * 50, "1," * 300),
+        *("(" * 400 + "x" + ")" * 400, "{" * 400, "\\frac", "x^", "10^{10^{5}}", "100000000!", "1/0", "\x00"),
+        "|" * 200,
+    ):
+        assert not judge.says_equal(hostile, "2")
         assert judge.says_equal("2/4", "1/2")
-        assert not (tmp_path / "made").exists()
-    finally:
-        judge.end()
+    judge.seconds = 1.0
+    assert not judge.says_equal("9^{9^{9^{9}}}", "2", as_published=True)
+    judge.seconds = math_answers.SECONDS
+    assert judge.says_equal("2/4", "1/2")
+    assert not (tmp_path / "made").exists()
 
 
 def test_the_former_name_of_the_rewards_is_the_same_code():

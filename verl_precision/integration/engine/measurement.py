@@ -24,6 +24,7 @@ from verl_precision.integration.trainer.merged_metrics import MergedMetric
 from verl_precision.losses.settings import ClipRange
 from verl_precision.mismatch.candidates import Candidates
 from verl_precision.mismatch.groups import MismatchByTurn, MismatchByVersion, beta_of_current_version
+from verl_precision.mismatch.packing import flattened
 from verl_precision.mismatch.phantom import PhantomStatistics
 
 # Keys among a batch's data: the request; where some are not current, how many versions behind each response is; and,
@@ -50,7 +51,6 @@ class MeasureOrder(TypedDict):
     # `ClipRange` of the loss, where its ratio is taken against the rollout's log-probs
     clip: tuple[bool, float, float, float] | None
     beta_in_ratio: bool  # does the loss see the training forward's log-probs, and not the shadow's?
-    ratio_threshold: float  # C
     longest_response: int  # tokens; a response of this length was cut
     keep: int  # responses of which tokens are kept
 
@@ -144,23 +144,20 @@ def _measure(request: MeasureOrder, output: Mapping[str, Tensor], data: Any) -> 
     lengths_B = data["response_mask"].offsets().diff()
     ended = ended_by_themselves(data["response_mask"], request["longest_response"])
     clip = None if request["clip"] is None else ClipRange(*request["clip"])
+    others = {"mask": mask, "advantages": advantages, "ended": ended}
+    batch = flattened(trainer, rollout, **others)
+    with_shadow = None if shadow is None else flattened(trainer, shadow, rollout, **others)
     found: dict[str, Any] = {}
     if request["mismatch"]:
-        threshold = request["ratio_threshold"]
-        found[MISMATCH] = MismatchByVersion.measure(trainer, rollout, mask, advantages, behind, threshold, ended)
-        found[TURNS] = MismatchByTurn.measure(trainer, rollout, mask, found[MISMATCH].whole, lengths_B)
-    if shadow is not None:
-        in_ratio = request["beta_in_ratio"]
-        found[PHANTOM] = PhantomStatistics.measure(
-            trainer, shadow, rollout, mask, advantages, clip, in_ratio, ended=ended
-        )
+        found[MISMATCH] = MismatchByVersion.of_batch(batch, behind)
+        found[TURNS] = MismatchByTurn.of_batch(batch, found[MISMATCH].whole, lengths_B)
+    if with_shadow is not None:
+        found[PHANTOM] = PhantomStatistics.of_batch(with_shadow, clip, request["beta_in_ratio"])
     elif request["rollout_as_shadow"]:
-        found[PHANTOM] = beta_of_current_version(trainer, rollout, mask, advantages, behind, clip, ended)
+        found[PHANTOM] = beta_of_current_version(batch, behind, clip)
     if request["keep"] and request["mismatch"]:
-        lots = _of_responses(data, LOTS)
-        found[CANDIDATES] = Candidates.measure(
-            request["keep"], lots, trainer, rollout, mask, shadow, lengths_B.tolist()
-        )
+        lots, lengths = _of_responses(data, LOTS), lengths_B.tolist()
+        found[CANDIDATES] = Candidates.of_batch(request["keep"], lots, with_shadow or batch, lengths)
     return found
 
 

@@ -26,7 +26,7 @@ from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtyp
 from verl_precision.integration.engine import measurement
 from verl_precision.integration.engine.measurement import CANDIDATES, MISMATCH, PHANTOM, TURNS
 from verl_precision.integration.trainer.batch_fields import fetch, put, real_rows
-from verl_precision.integration.trainer.logger_tables import log_histograms, log_table
+from verl_precision.integration.trainer.logger_tables import log_table
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
 from verl_precision.integration.trainer.session_advantages import advantages_by_session
 from verl_precision.losses.registry import ratio_of
@@ -35,6 +35,7 @@ from verl_precision.mismatch import metric_names as names
 from verl_precision.mismatch.alarm import Alarm, MismatchAlarm, act_on, remedies_in_use
 from verl_precision.mismatch.candidates import Candidates, lot_of
 from verl_precision.mismatch.groups import MismatchByTurn, MismatchByVersion, beta_of_current_version
+from verl_precision.mismatch.packing import flattened
 from verl_precision.mismatch.settings import MismatchSettings
 
 ALARM_FILE, STEP_METRICS = "mismatch_alarm.json", "step_metrics.json"
@@ -65,7 +66,6 @@ class RunMonitor:
             bypass=bypass,
             clip=clip_range(ratio, actor) if ratio is not None and bypass else None,
             beta_in_ratio=beta_in_ratio,
-            ratio_threshold=settings.ratio_threshold,
             longest_response=int(config.actor_rollout_ref.rollout.response_length),
             keep=settings.keep_tokens,
         )
@@ -73,7 +73,6 @@ class RunMonitor:
         self.first_alarm_step: int | None = None  # first step of the evidence of the alarms that the last step raised
         self.candidates = Candidates(settings.keep_tokens)  # responses of the step whose tokens may be kept
         self.masks: dict[str, Tensor] = {}  # by verl's key of a response, its mask before verl's rejection
-        self.memories: dict[str, Any] = {}  # of others, to be saved with the alarm's: name -> `state()`, `load(state)`
         self._mask: Any = None
         self._sets: dict[str, Any] = {}
         self._losses: dict[str, Statistic] = {}
@@ -127,17 +126,17 @@ class RunMonitor:
             mask, self._mask = mask if self._mask is None else self._mask, None
             keys, tags = real_rows(batch)
             behind = _versions_behind(tags, step)
-            threshold = self.settings.ratio_threshold
             ended = measurement.ended_by_themselves(mask, self.request["longest_response"])
-            gap = MismatchByVersion.measure(trainer, rollout, mask, advantages, behind, threshold, ended)
+            flat = flattened(trainer, rollout, mask=mask, advantages=advantages, ended=ended)
+            gap = MismatchByVersion.of_batch(flat, behind)
             self._add(MISMATCH, gap)
-            self._add(TURNS, MismatchByTurn.measure(trainer, rollout, mask, gap.whole))
+            self._add(TURNS, MismatchByTurn.of_batch(flat, gap.whole))
             if keep := self.settings.keep_tokens:
                 lots = [lot_of(step, key) for key in keys]
-                self.candidates = self.candidates.merge(Candidates.measure(keep, lots, trainer, rollout, mask))
+                self.candidates = self.candidates.merge(Candidates.of_batch(keep, lots, flat))
             if not self.shadowed:
                 # The old log-probs are the trainer's own: their rounding cancels in the ratio, and cannot clip.
-                self._add(PHANTOM, beta_of_current_version(trainer, rollout, mask, advantages, behind, None))
+                self._add(PHANTOM, beta_of_current_version(flat, behind, None))
 
     def _count_rejected(self, left: Any) -> None:
         """Count what verl's rejection has taken out of the mask: the loss sees neither the tokens nor the responses."""
@@ -186,7 +185,7 @@ class RunMonitor:
         for part in self._sets.values():
             metrics.update(part.metrics())
         metrics[names.FAILED_MEASUREMENTS] = failed
-        self._losses, self._failures = {}, 0
+        self._losses, self._sets, self._failures = {}, {}, 0
 
     def take_candidates(self) -> tuple[Candidates, dict[str, Tensor]]:
         """Return the step's candidates, and the masks of its responses; both begin anew."""
@@ -207,17 +206,13 @@ class RunMonitor:
         return stop
 
     def show(self, tracking: Any, step: int) -> None:
-        """Give the step's histogram of the gap and its alarms to the loggers that can show them."""
-        mismatch, self._sets = self._sets.get(MISMATCH), {}
+        """Give the step's alarms to the loggers that can show a table."""
         with self.guarded():
-            if mismatch is not None and self.settings.histograms:
-                log_histograms(tracking, mismatch.whole.histograms(), step)
             log_table(tracking, "alarm/raised", [alarm.row() for alarm in self._raised], step)
 
     def save(self, folder: Path, metrics: Mapping[str, Any]) -> None:
         """Write the alarm's memory beside a checkpoint, and the finite numbers of its step, for the model card."""
-        state = self.alarm.state_dict() | {name: memory.state() for name, memory in self.memories.items()}
-        write_file(folder / ALARM_FILE, json.dumps(state), replace=True)
+        write_file(folder / ALARM_FILE, json.dumps(self.alarm.state_dict()), replace=True)
         numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, Real)}
         finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
         write_file(folder / STEP_METRICS, json.dumps(finite), replace=True)
@@ -227,11 +222,9 @@ class RunMonitor:
         read_state(folder / ALARM_FILE, self._take_over, "Restore it; or remove it, to begin with a new baseline.")
 
     def _take_over(self, state: dict[str, Any]) -> None:
-        if unknown := state.keys() - self.alarm.state_dict().keys() - {"actions"}:  # of a run that acted
+        if unknown := state.keys() - self.alarm.state_dict().keys():
             raise ValueError(f"this version has no {min(unknown)}")
         self.alarm.load_state_dict(state)
-        for name in self.memories.keys() & state.keys():
-            self.memories[name].load(state[name])
 
     def _add(self, key: str, found: Any) -> None:
         self._sets = merge_by_name([self._sets, {key: found}])

@@ -21,7 +21,7 @@ from verl.utils.device import get_device_name
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.integration.engine.build import EnginePart
-from verl_precision.losses.metrics import ESS, EffectiveSampleSize, WeightStatistic
+from verl_precision.losses.metrics import ESS, WeightStatistic, effective_share
 
 
 class ScaledLearningRate:
@@ -78,7 +78,7 @@ class ScaledLearningRate:
             )
         sums = torch.stack([each.responses for each in self._found]).sum(dim=0).to(get_device_name())
         dist.all_reduce(sums, group=ranks)
-        fraction = EffectiveSampleSize(*sums.cpu()).value()
+        fraction = effective_share(*sums.cpu())
         return 0.0 if math.isnan(fraction) else math.sqrt(min(1.0, fraction / self.base))
 
 

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from verl_precision.base.state import refused_in_words, require_fields
 from verl_precision.integration.trainer.saving import end_with_this_step
 from verl_precision.mismatch.drift_detector import Persistence
 from verl_precision.tools.actions.rescue import Action, decide_rescue, is_rescue
@@ -25,12 +24,10 @@ class Remedy:
     """Decides at the end of a step whether the run is to be rescued; if so, it ends with that step."""
 
     def __init__(self, trainer: Any) -> None:
-        """Begin without evidence; the run that a rescue began decides nothing."""
+        """Begin without evidence, as a resumed run does; the run that a rescue began decides nothing."""
         self._trainer, settings = trainer, trainer.monitor.settings.alarm
         self._acts, self._is_rescue = settings.on_alarm == "rescue", is_rescue(trainer.config)
         self._persistence = Persistence(settings.action_patience)
-        if self._acts:
-            trainer.monitor.memories["actions"] = self
 
     def _compute_metrics(
         self, proceed: Any, batch: Any, metrics: Any, *args: Any, global_steps: int, **more: Any
@@ -51,13 +48,3 @@ class Remedy:
         begun = Action(curable[0], step, min(active[name] for name in curable))
         logger.warning("ACTION rescue at step %d: %s since step %d", step, begun.alarm, begun.since_step)
         return begun
-
-    def state(self) -> dict[str, Any]:
-        """Return plain JSON from which a resumed run goes on."""
-        return {"persistence": self._persistence.state()}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take over a state."""
-        with refused_in_words("the state of what the alarm did", "Remove it, with the alarm's, to begin anew."):
-            require_fields(Persistence, state["persistence"])
-            self._persistence.load(state["persistence"])

@@ -10,7 +10,6 @@ from verl_precision.base.verl_config import FSDP, engines, rollout_dtype
 from verl_precision.check.rules.loss import weighs_responses
 from verl_precision.check.rules.rule import Environment, Fault, rule
 from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
-from verl_precision.integration.trainer.saving import saves
 from verl_precision.mismatch.settings import ON_ALARM, MismatchSettings
 
 
@@ -30,14 +29,6 @@ def alarm_cannot_act(config: DictConfig, environment: Environment) -> Iterator[F
     if exact or (actor.compute, rollout_dtype(config)) == ("fp16", "fp16"):
         problem = "the run has no larger gap than in FP16, in which a rescue would go on"
         yield Fault(ON_ALARM, problem, "log or stop", f"Set {ON_ALARM}=stop.")
-
-
-@rule("rescue-from-start", "warning")
-def rescue_from_start(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """Without a checkpoint from before the trouble a rescue begins anew."""
-    if _settings(config).alarm.on_alarm == "rescue" and not saves(config):
-        remedy = "Set trainer.save_freq or checkpoint.every_minutes."
-        yield Fault(ON_ALARM, "the run saves no checkpoints: a rescue begins from step 1", "a run that saves", remedy)
 
 
 @rule("engine-settings")

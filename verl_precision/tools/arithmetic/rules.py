@@ -15,23 +15,18 @@ from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING, FAMILIES
 MODEL, VLLM = "actor_rollout_ref.model", f"{ROLLOUT}.engine_kwargs.vllm"
 ENGINE = "verl_precision.integration.engine.engine_config.PrecisionFSDPConfig"
 ROUNDING = "weight_sync.rounding"
-COMPILED, COARSER = "a compiled forward leaves roundings out", "weights are on a coarser grid"
-PARTIAL = "each rank rounds its part of a sum"
-ONE_RANK, DRAFTS = "vLLM's operations are replaced for one rank", "drafted tokens have log-probs of their own"
+DRAFTS = "drafted tokens have log-probs of their own"
 OTHER_LOGITS, PENALTY = "the rollout's log-probs are of other logits", "the rollout's logits alone are changed"
 KERNELS, ADAPTER = "its kernels round in their own way", "vLLM rounds an adapter's products apart"
-# Settings, what each may be, the one to choose last, and what would round or be compared otherwise.
+# Settings, what each may be, the one to choose last, and what would round or be compared otherwise. What vLLM makes of
+# its own settings beside them (`engine_kwargs`) `vllm_operations.require_supported` looks at, too.
 NEEDED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("trainer.device", ("cpu",), "vLLM's operations are replaced on a CPU alone"),
     (f"{ROLLOUT}.name", ("vllm",), "its operations are its own"),
-    (f"{ROLLOUT}.enforce_eager", (True,), COMPILED),
-    (f"{VLLM}.enforce_eager", (None, True), COMPILED),
-    (f"{ROLLOUT}.tensor_model_parallel_size", (1,), PARTIAL),
-    (f"{VLLM}.tensor_parallel_size", (None, 1), PARTIAL),
-    (f"{ROLLOUT}.pipeline_model_parallel_size", (1,), ONE_RANK),
-    (f"{VLLM}.pipeline_parallel_size", (None, 1), ONE_RANK),
-    (f"{ROLLOUT}.quantization", (None,), COARSER),
-    (f"{VLLM}.quantization", (None,), COARSER),
+    (f"{ROLLOUT}.enforce_eager", (True,), "a compiled forward leaves roundings out"),
+    (f"{ROLLOUT}.tensor_model_parallel_size", (1,), "each rank rounds its part of a sum"),
+    (f"{ROLLOUT}.pipeline_model_parallel_size", (1,), "vLLM's operations are replaced for one rank"),
+    (f"{ROLLOUT}.quantization", (None,), "weights are on a coarser grid"),
     (f"{VLLM}.kv_cache_dtype", (None, "auto"), "keys and values are on a coarser grid"),
     (f"{VLLM}.hf_overrides", (None,), "the rollout computes another model"),
     (f"{VLLM}.speculative_config", (None,), DRAFTS),

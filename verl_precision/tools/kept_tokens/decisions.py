@@ -59,7 +59,7 @@ def decide(
     """Return what an estimator decides of each token, and each slope.
 
     `current`: the weights that sampled the response are those that score it, so that without a shadow the whole gap is
-    rounding. `weights` [T] are those that verl's step made (`rollout_is_weights`); None: by the estimator's level.
+    rounding. `weights` [T] are those that verl's step made (`rollout_is_weights`), if the estimator has a level.
     `left` [T] is the mask after verl's rejection. A response with a NaN or infinite number at one of the policy's
     tokens is left out by our losses: its tokens are masked.
     """
@@ -67,11 +67,10 @@ def decide(
     tokens = tokens if left is None else replace(tokens, mask=left)
     shadow = tokens.shadow_log_probs
     seen = tokens.log_probs if used.beta_in_ratio or shadow is None else shadow
-    weights, held = _weights(used, seen, tokens, weights)
     slopes, clipped, truncated = _outcome(used, tokens, seen, weights)
     lost = (slopes == 0) & (tokens.advantages != 0) & ours
     codes = torch.full(ours.shape, CODE[kept_file.KEPT if used.known else kept_file.UNKNOWN], dtype=torch.uint8)
-    for beyond in (held, truncated):
+    for beyond in (_held(used, seen, tokens, weights), truncated):
         if beyond is not None:
             codes[beyond & (slopes != 0)] = CODE[TRUNCATED]
     codes[lost] = CODE[MASKED]
@@ -85,22 +84,14 @@ def decide(
     return Decided(codes.numpy(), torch.where(ours, slopes, 0).float().numpy())
 
 
-def _weights(
-    used: LossInUse, log_probs: Tensor, tokens: Tokens, weights: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the weights of a level, [T], if they are not given, and which of them are held at its threshold."""
+def _held(used: LossInUse, log_probs: Tensor, tokens: Tokens, weights: Tensor | None) -> Tensor | None:
+    """Return which weights of a level are held at its threshold."""
     kind = WEIGHT_KINDS.get(_OURS.get(used.level or "", used.level or ""))
-    if kind is None:
-        return weights, None
-    gap = log_probs - tokens.rollout_log_probs
-    if weights is None:
-        given = (log_probs, tokens.rollout_log_probs) if kind.of_log_probs else (gap,)
-        weights = kind.weights(*(each.unsqueeze(0) for each in (*given, tokens.mask)), used.level_threshold)[0]
-    if kind.bounds is not require_threshold:  # it keeps a token or not
-        return weights, None
-    gap = torch.where(tokens.mask.bool(), gap, 0)
+    if weights is None or kind is None or kind.bounds is not require_threshold:  # others keep a token or not
+        return None
+    gap = torch.where(tokens.mask.bool(), log_probs - tokens.rollout_log_probs, 0)
     free = (gap.sum() if kind.of_responses else gap).exp()
-    return weights, (weights / free - 1).abs() > _ROUNDING
+    return (weights / free - 1).abs() > _ROUNDING
 
 
 def _outcome(

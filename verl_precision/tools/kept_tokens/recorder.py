@@ -106,6 +106,6 @@ class TokenRecorder:
             rollout_log_probs=rollout.numpy(), log_probs=one.log_probs.numpy(),
             shadow_log_probs=None if one.shadow_log_probs is None else one.shadow_log_probs.numpy(),
             advantages=advantage, weights=factors, mask=ours, turn=turn.numpy(), decisions=decided.codes, behind=behind,
-            estimator=self.loss.name, estimator_settings=self.loss.settings(),
+            estimator=self.loss.name, estimator_settings=vars(self.loss),
             prompt_text=prompt_text, texts=texts,
         )  # fmt: skip
