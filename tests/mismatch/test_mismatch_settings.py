@@ -18,7 +18,6 @@ def test_block_with_alarm():
 @pytest.mark.parametrize(("block", "message"), [
     ({"enable": False}, "mismatch.enable=False: there is no such setting. Allowed: mismatch.enabled, "),
     ({"enabled": "yes"}, "mismatch.enabled='yes'.*Allowed: a valid boolean"),
-    ({"histograms": 1}, "mismatch.histograms=1.*Allowed: a valid boolean"),
     ({"ratio_threshold": 0.5}, "mismatch.ratio_threshold=0.5"),
     ({"alarm": {"on_alarms": "stop"}}, "mismatch.alarm.on_alarms='stop': there is no such setting"),
     ({"alarm": {"on_alarm": "shout"}}, "alarm.on_alarm='shout': this cannot work. Allowed: 'log', 'stop' or 'rescue'"),

@@ -163,7 +163,7 @@ def test_quantiles_are_within_a_sixteenth(values, q):
 
 def test_histogram_holds_every_token():
     responses = random_responses(9, 30, seed=9)
-    edges, counts = measured(responses).histograms()["mismatch/log_prob_gap"]
+    edges, counts = gap_edges(), measured(responses).statistics["log_prob_gap"].counts
     assert bool((edges.diff() > 0).all()) and edges[0] == -math.inf and edges[-1] == math.inf
     gaps, middle = np.concatenate([r["trainer"] - r["rollout"] for r in responses]), len(counts) // 2
     bounded = edges[middle + 1 : -1].numpy()

@@ -67,7 +67,6 @@ class MismatchSettings:
         ratio_threshold: C ≥ 1 of the shares of responses within C; the paper's is 3.
         keep_tokens: N, the responses of each step whose tokens are kept beside the metrics file; 0: none. At most 256.
         keep_text: Whether their text is kept, too.
-        histograms: Whether to give those of the log-prob gap to the loggers that can show them (docs/metrics.md).
         alarm: When to speak up.
     """
 
@@ -75,7 +74,6 @@ class MismatchSettings:
     ratio_threshold: float = Field(default=3.0, strict=True)
     keep_tokens: int = Field(default=0, ge=0, le=256, strict=True)
     keep_text: bool = Field(default=True, strict=True)
-    histograms: bool = Field(default=True, strict=True)
     alarm: AlarmSettings = AlarmSettings()
 
     def __post_init__(self) -> None:

@@ -27,7 +27,6 @@ from verl_precision.mismatch.token_sums import (
     ClassMean,
     GapHistogram,
     TokenSums,
-    gap_edges,
     sums_of,
 )  # fmt: skip
 
@@ -96,11 +95,6 @@ class MismatchStatistics(mergeable.StatisticSet):
             for name, each in found.items()
             if each is not None
         }
-
-    def histograms(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return `mismatch/log_prob_gap` -> (edges [K + 1] in nats, -inf to inf; counts [K] of tokens), if measured."""
-        histogram = self.statistics.get("log_prob_gap")
-        return {"mismatch/log_prob_gap": (gap_edges(), histogram.counts)} if histogram else {}  # type: ignore[attr-defined]
 
 
 def _measure_with_torch(batch: FlatBatch) -> Measured:
