@@ -24,8 +24,7 @@ from verl_precision.integration.engine.measurement import (
     VERSIONS_BEHIND,
     MeasureOrder,
 )
-from verl_precision.integration.trainer.batch_fields import fetch
-from verl_precision.integration.trainer.run_monitor import ALARM_FILE, STEP_METRICS, RunMonitor
+from verl_precision.integration.trainer.run_monitor import ALARM_FILE, STEP_METRICS, RunMonitor, fetch
 from verl_precision.losses.settings import ClipRange
 from verl_precision.mismatch.groups import MismatchByVersion
 from verl_precision.mismatch.phantom import PhantomStatistics

@@ -12,7 +12,7 @@ from typing import Any
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 from verl_precision.integration.cpu import device as cpu_device
-from verl_precision.integration.ledger import already_registered, wrap_once
+from verl_precision.integration.ledger import already_registered, wrapping
 
 PLATFORM_NAME = "cpu"
 
@@ -55,12 +55,9 @@ def register_platform(platform_manager: ModuleType) -> None:
     PlatformRegistry.register(platform=PLATFORM_NAME)(PlatformCPU)
 
 
-def patch_process_group(distributed: ModuleType) -> None:
+@wrapping("initialize_global_process_group_ray")
+def patch_process_group(wrapped, instance, args, kwargs):
     """Give verl's process group one gloo backend on a CPU, which verl names twice; elsewhere nothing changes."""
-    wrap_once(distributed.__name__, "initialize_global_process_group_ray", _with_single_backend)
-
-
-def _with_single_backend(wrapped, instance, args, kwargs):
     from verl.utils.device import get_device_name
 
     if get_device_name() == "cpu" and kwargs.get("backend") is None and args[1:] in ((), (None,)):

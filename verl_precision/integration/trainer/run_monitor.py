@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict
 from torch import Tensor
 
 from verl_precision.base.errors import MismatchAlarmError
@@ -25,7 +26,6 @@ from verl_precision.base.state import read_state
 from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype
 from verl_precision.integration.engine import measurement
 from verl_precision.integration.engine.measurement import CANDIDATES, MISMATCH, PHANTOM, TURNS
-from verl_precision.integration.trainer.batch_fields import fetch, put, real_rows
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
 from verl_precision.integration.trainer.session_advantages import advantages_by_session
 from verl_precision.losses.registry import ratio_of
@@ -251,3 +251,31 @@ def _in_use(config: DictConfig, ratio: Ratio | None, correction: Mapping[str, An
 def _versions_behind(tags: list[dict[str, Any]], step: int) -> list[int]:
     """Return how many versions of the weights each response is behind; its first tokens decide."""
     return [max(step - 1 - tag["min_global_steps"], 0) for tag in tags]
+
+
+def real_rows(batch: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return keys and tags of the responses that are no padding."""
+    rows = [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+    return [batch.keys[row] for row in rows], [batch.tags[row] for row in rows]
+
+
+def fetch(batch: Any, *fields: str) -> list[Any]:
+    """Return fields of a batch, nested: padded, a batch of long responses would take gigabytes in the driver."""
+    rows = fetch_rows(real_rows(batch)[0], batch.partition_id, *fields)
+    return [torch.nested.as_nested_tensor(rows[name], layout=torch.jagged) for name in fields]
+
+
+def fetch_rows(keys: list[str], partition: str, *fields: str) -> dict[str, list[Tensor]]:
+    """Return fields, name -> one tensor for each key."""
+    import transfer_queue as tq
+
+    data = tq.kv_batch_get(keys=keys, partition_id=partition, select_fields=list(fields))
+    return {name: list(data[name].unbind()) for name in fields}
+
+
+def put(batch: Any, field: str, values: Tensor) -> None:
+    """Give the workers one more field of a batch."""
+    import transfer_queue as tq
+
+    fields = TensorDict({field: values}, batch_size=len(values))
+    batch.fields = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields).fields
