@@ -101,8 +101,7 @@ def _translated(error: ValidationError, cls: Any, spell: Callable[[str], str]) -
     if first["type"] in ("missing", "missing_argument"):
         kind: Any = field.annotation
         allowed = ", ".join(get_args(kind)) if get_origin(kind) is Literal else getattr(kind, "__name__", str(kind))
-        remedy = field.description or "Give a value."
-        return ConfigurationError(f"{setting}: it is missing", allowed=allowed, remedy=remedy)
+        return ConfigurationError(f"{setting}: it is missing", allowed=allowed, remedy="Give a value.")
     remedy = "Give one of these."
     if not field.is_required():
         remedy = f"Leave it out for the default, {field.get_default(call_default_factory=True)}."

@@ -97,7 +97,6 @@ class ShadowSettings:
 class MixedPrecision:
     """The dtypes that verl's FSDP engine reads: of the forward, of the gradients' reduction, of the buffers."""
 
-    # verl falls back to its default where one is left out: without a word, and to BF16 for the first.
     param_dtype: DtypeName = Field(description=_PRESET)
     reduce_dtype: DtypeName = Field(description=_PRESET)
     buffer_dtype: DtypeName = Field(description=_PRESET)
@@ -128,8 +127,16 @@ def require_engine_settings(found: Mapping[str, Any]) -> ShadowSettings:
     `found` is a `PrecisionFSDPConfig`, or the block of a config that becomes one.
     """
     mixed = found.get("mixed_precision")
-    compute = MixedPrecision(**(mixed if isinstance(mixed, Mapping) else {})).param_dtype
-    dtype = found.get("dtype", "bfloat16")
+    required = [field.name for field in dataclasses.fields(MixedPrecision)]
+    if mixed is None or set(mixed) != set(required):
+        raise ConfigurationError(
+            "omitted fields silently fall back to verl's default (bf16 for param_dtype)",
+            setting="fsdp_config.mixed_precision",
+            value=mixed,
+            allowed=f"all of {', '.join(required)}",
+            remedy=_PRESET,
+        )
+    compute, dtype = MixedPrecision(**mixed).param_dtype, found.get("dtype", "bfloat16")
     if short(dtype) != short(compute):
         raise ConfigurationError(
             f"it contradicts mixed_precision.param_dtype={compute!r}, which verl's FSDP engine reads in its place",
