@@ -12,9 +12,8 @@ from verl.plugin.platform.platform_manager import _detect_platform_name
 from verl.utils import distributed
 from verl.workers.engine.base import EngineRegistry
 
-from verl_precision.integration.cpu import device as cpu_device
 from verl_precision.integration.cpu import vllm_on_cpu
-from verl_precision.integration.cpu.platform import PlatformCPU
+from verl_precision.integration.cpu.platform import PlatformCPU, cpu_device
 from verl_precision.integration.cpu.vllm_on_cpu import VLLMDistributionFinder, install_distribution_alias
 
 
