@@ -117,6 +117,3 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, caplog):
         assert owner.take(tmp_path) is None
     assert str(tmp_path) in caplog.text
     owner.release(tmp_path)
-    with pytest.raises(OSError, match=os.strerror(errno.ENOLCK)):
-        owner.take(tmp_path, needs_locks=True)
-    assert not owner.owned_here(tmp_path)

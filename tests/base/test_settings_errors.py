@@ -42,7 +42,7 @@ def test_refusals_name_setting_value_allowed_and_remedy(values, words):
 
 
 def test_missing_given_by_position_and_spelt_otherwise():
-    with pytest.raises(ConfigurationError, match="--model: it is missing"):
+    with pytest.raises(ConfigurationError, match="--model: it is missing. Allowed: str. Give a value."):
         Example()
     with pytest.raises(ConfigurationError, match="--dtype fp61: this cannot work"):
         Example("m", ("fp61",))

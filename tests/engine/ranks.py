@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import transformers
 import verl  # noqa: F401 - loads the plugin
+import verl_engines
 from safetensors import safe_open
 from torch.distributed.fsdp import _init_utils
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -26,22 +27,18 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers.integrations import flash_attention
 from transformers.masking_utils import flash_attention_mask
 from verl.models.transformers import monkey_patch
-from verl.trainer.config import CheckpointConfig
 from verl.utils import fsdp_utils
 from verl.utils import model as verl_model
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import EngineRouterReplayConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-from verl.workers.engine import EngineRegistry
+from verl.workers.config import EngineRouterReplayConfig
 from verl.workers.engine.fsdp import transformer_impl
 
-from verl_precision.base.dtypes import long
 from verl_precision.base.errors import LossScaleError, PrecisionContradictionError
 from verl_precision.engine.loss_scaling import local_part
 from verl_precision.engine.router_replay import ReplayedRouters
 from verl_precision.engine.settings import LossScaleSettings, ShadowSettings
 from verl_precision.engine.shadow import ROUNDED_TO, reshard
 from verl_precision.integration.engine.build import PartsOfEngine
-from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.engine.fsdp_engine import precision_variant
 from verl_precision.integration.trainer.merged_metrics import metrics_of_loss
 from verl_precision.losses.metrics import weight_statistics
@@ -78,28 +75,11 @@ def process_group():
     dist.destroy_process_group()
 
 
-def make_engine(
-    dtype="fp16", plain=False, cls=None, model_type="language_model", fsdp_size=-1, lora=None,
-    save=("model", "optimizer", "extra"), strategy="fsdp2", packed=False, attention="sdpa", ulysses=1,
-    architecture="qwen3", **ours,
-):  # fmt: skip
-    """Build an engine of ours with settings `ours`; `plain`: with verl's config; `packed`: as on a GPU."""
-    settings = dict(strategy=strategy, ulysses_sequence_parallel_size=ulysses, fsdp_size=fsdp_size, dtype=long(dtype))
-    settings["mixed_precision"] = {"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-    settings["use_torch_compile"] = False
-    options = {"use_remove_padding": packed, "enable_gradient_checkpointing": packed, **(lora or {})}
-    options["override_config"] = {"attn_implementation": attention}
-    model = HFModelConfig(path=str(cached_tiny_model(architecture)), **options)
-    model.model_type = model_type
-    torch.manual_seed(0)  # the value head is drawn
-    if cls is None:  # ours refuses FSDP1 on a CPU
-        cls = FSDP1_ON_CPU[model_type] if strategy == "fsdp" else EngineRegistry.get_engine_cls(model_type, strategy)
-    config = FSDPEngineConfig(**settings) if plain else PrecisionFSDPConfig(**settings, **ours)
-    optimizer = FSDPOptimizerConfig(lr=1e-2, lr_scheduler_type="cosine", total_training_steps=100)
-    checkpoint = CheckpointConfig(save_contents=list(save))
-    engine = cls(model_config=model, engine_config=config, optimizer_config=optimizer, checkpoint_config=checkpoint)
-    engine.initialize()
-    return engine
+def make_engine(dtype="fp16", model_type="language_model", strategy="fsdp2", cls=None, ulysses=1, **settings):
+    """Build an engine, of FSDP1 as well, which ours refuses on a CPU."""
+    cls = FSDP1_ON_CPU[model_type] if strategy == "fsdp" else cls
+    settings["ulysses_sequence_parallel_size"] = ulysses
+    return verl_engines.make_engine(dtype, model_type=model_type, strategy=strategy, cls=cls, **settings)
 
 
 def fp16_engine(strategy="fsdp2", **settings):

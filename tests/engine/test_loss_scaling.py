@@ -188,7 +188,7 @@ def test_report_adds_up_the_updates_of_a_step():
     scaler, report = scaler_with(), StepReport()
     for ranks, underflow in ((0, 0.1), (3, 0.2), (2, 0.3)):
         report.add(ranks > 0, loss_scaling.ScalerStep(ranks, underflow))
-    assert report.last_skipped and report.take_applied() and not report.take_applied()
+    assert report.skipped[-1] and report.take_applied() and not report.take_applied()
     assert report.metrics(scaler) == {
         "precision/skipped_steps": 2.0,
         "precision/loss_scale": 65536.0,

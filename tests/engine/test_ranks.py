@@ -14,5 +14,5 @@ RANKS = Path(__file__).with_name("ranks.py")
 @pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.matrix)])
 def test_ranks(world, tmp_path):
     arguments = ["-x", "-q", "--noconftest", "-p", "no:cacheprovider", str(RANKS)]
-    script = f"import sys, pytest\nsys.exit(pytest.main({arguments!r}))"
+    script = f"import sys, pytest\nsys.path.append({str(RANKS.parents[1])!r})\nsys.exit(pytest.main({arguments!r}))"
     forked.ranks(world, lambda rank: script, tmp_path, VERL_PLATFORM="cpu", SHARED_FOLDER=str(tmp_path))

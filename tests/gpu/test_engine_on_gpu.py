@@ -1,12 +1,14 @@
 """On a GPU, what no CPU shows of the engine: memory and values of long log-probs, a shadow whose actor is offloaded."""
 
+from functools import partial
+
 import pytest
 import torch
+from verl_engines import make_engine
 
 from verl_precision.engine.log_probs import log_probs_and_entropy
 from verl_precision.engine.settings import ShadowSettings
 from verl_precision.tools.selftest.single_rank import engine_batch, make_group_of_one
-from verl_precision.tools.tiny_model import cached_tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -30,31 +32,6 @@ def test_long_log_probs_are_exact_in_little_memory():
     assert (logits.grad[some].double() - exact.grad).norm() / exact.grad.norm() < 1e-3, "rounding to FP16 makes 3e-4"
 
 
-def build_engine(**ours):
-    """Build verl's engine, with ours on top, around a tiny model in FP32."""
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.engine import EngineRegistry
-
-    from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
-
-    attention = {"attn_implementation": "sdpa"}
-    model = HFModelConfig(path=str(cached_tiny_model("qwen3")), use_remove_padding=True, override_config=attention)
-    model.model_type = "language_model"
-    dtypes = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-    config = PrecisionFSDPConfig(
-        strategy="fsdp2", fsdp_size=-1, use_torch_compile=False, dtype="float32", mixed_precision=dtypes, **ours
-    )
-    engine = EngineRegistry.get_engine_cls("language_model", "fsdp2")(
-        model_config=model,
-        engine_config=config,
-        optimizer_config=FSDPOptimizerConfig(lr=1e-3, lr_scheduler_type="constant", total_training_steps=1000),
-        checkpoint_config=CheckpointConfig(),
-    )
-    engine.initialize()
-    return engine
-
-
 def batch():
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(3, 90, (length,), generator=generator) for length in (12, 20, 7)]
@@ -73,8 +50,8 @@ def test_a_bf16_shadow_follows_its_offloaded_actor():
 
     make_group_of_one("cuda")
     settings = ShadowSettings(dtype="bf16", ratio_source="shadow")
-    offloaded = build_engine(shadow=settings, param_offload=True, optimizer_offload=True)
-    plain = build_engine()
+    build = partial(make_engine, "fp32", packed=True, rate=1e-3)
+    offloaded, plain = build(shadow=settings, param_offload=True, optimizer_offload=True), build()
     for _ in range(4):
         shadows, actors = log_probs(offloaded), log_probs(plain)
         for engine in (offloaded, plain):

@@ -6,8 +6,6 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_precision.base.errors import WeightSyncError
@@ -155,20 +153,6 @@ def test_each_tensor_is_read_once_and_nothing_waits_for_the_device():
     assert reads.operations <= 2, "of a small tensor one kernel on an accelerator"
     with torch.device("meta"):  # has no values: to ask for one is an error
         manifest.StreamDigest().add("no values", torch.randn(50_000))
-
-
-@settings(max_examples=50)
-@given(st.integers(1, 200), st.integers(0, 10**6), st.integers(0, 15), st.sampled_from(DTYPES[:3]))
-def test_one_flipped_bit_shows(size, seed, bit, dtype):
-    tensor = torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    damaged = tensor.clone()
-    damaged.view(torch.int16)[seed % size] ^= 1 << bit if bit < 15 else -(1 << 15)
-    assert digest(damaged) != digest(tensor)
-
-
-def test_nan_equals_itself_and_minus_zero_differs():
-    assert digest(torch.tensor([float("nan")])) == digest(torch.tensor([float("nan")]))
-    assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0]))
 
 
 def test_stream_is_unchanged_and_closed_by_the_manifest():

@@ -61,13 +61,13 @@ def this_job() -> str | None:
     return next((os.environ[name] for name in _JOB_IDS if os.environ.get(name)), None)
 
 
-def take(folder: Path, wait_seconds: float = 0.0, needs_locks: bool = False) -> Owner | None:
+def take(folder: Path, wait_seconds: float = 0.0) -> Owner | None:
     """Own a folder, which is made, until this process ends or calls `release`; return who owns it already, if any.
 
-    With `wait_seconds`, ask again until then. A file system without locks is an OSError where it `needs_locks`.
+    With `wait_seconds`, ask again until then.
     """
     deadline = time.monotonic() + wait_seconds
-    while (owner := _take(folder, needs_locks)) is not None and time.monotonic() < deadline:
+    while (owner := _take(folder)) is not None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     return owner
 
@@ -91,7 +91,7 @@ def owners(folder: Path) -> list[Owner]:
     return [owner for line in text.splitlines(keepends=True) if (owner := _owner(line))]
 
 
-def _take(folder: Path, needs_locks: bool) -> Owner | None:
+def _take(folder: Path) -> Owner | None:
     with _one_at_a_time:
         if owned_here(folder):
             return _last(_held[_key(folder)])
@@ -104,7 +104,7 @@ def _take(folder: Path, needs_locks: bool) -> Owner | None:
             with file:
                 return _last(file)
         except OSError as error:
-            if needs_locks or error.errno not in _NO_LOCKS:
+            if error.errno not in _NO_LOCKS:
                 file.close()
                 raise
             logger.warning("the file system of %s has no locks: nothing keeps a second run out (%s)", folder, error)

@@ -7,7 +7,7 @@ is given 0, it raises `ConfigurationError`: "--responses 0: this cannot work. Al
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
@@ -99,7 +99,9 @@ def _translated(error: ValidationError, cls: Any, spell: Callable[[str], str]) -
     field = fields_of(cls)[name]
     setting = field.title or spell(name)
     if first["type"] in ("missing", "missing_argument"):
-        return ConfigurationError(f"{setting}: it is missing", allowed=str(field.annotation), remedy="Give a value.")
+        kind: Any = field.annotation
+        allowed = ", ".join(get_args(kind)) if get_origin(kind) is Literal else getattr(kind, "__name__", str(kind))
+        return ConfigurationError(f"{setting}: it is missing", allowed=allowed, remedy="Give a value.")
     remedy = "Give one of these."
     if not field.is_required():
         remedy = f"Leave it out for the default, {field.get_default(call_default_factory=True)}."

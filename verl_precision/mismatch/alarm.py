@@ -92,12 +92,6 @@ class Alarm:
         lines += ["  Try, strongest first:", *(f"  {i}. {fix}" for i, fix in enumerate(self.advice.try_first, 1))]
         return "\n".join(lines)
 
-    def row(self) -> dict[str, object]:
-        """Return it as a row of a table."""
-        said = {"step": self.step, "alarm": self.name, "metric": self.metric, "value": self.seen, "normal": self.normal}
-        said |= {"since_step": self.since_step, "meaning": self.advice.meaning}
-        return {**said, "try_first": "; ".join(self.advice.try_first)}
-
 
 class Limit(NamedTuple):
     """A bound of one metric."""

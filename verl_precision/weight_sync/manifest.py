@@ -75,35 +75,30 @@ class _RowSums:
     def __init__(self, device: torch.device) -> None:
         self._waiting, self._capacity = _PIECES.get(device.type, (256, 2048))
         self._table = torch.empty(self._capacity * _ROW, dtype=torch.float64, device=device)
-        self._powers = torch.ones(self._waiting, 1, dtype=torch.int64, device=device)  # g^r of the rows in the table
-        self._all_powers = torch.ones(1, 1, dtype=torch.int64, device=device)  # g^r, as many as were needed
+        self._powers = torch.ones(1, 1, dtype=torch.int64, device=device)  # g^r, as many as were needed
         self._weights = _weights().to(device)
-        self._used = 0
-        self._running: list[Tensor] = []  # running sums, each [n + 1, 4] with zeros first
-        self._length = 0  # of all running sums
-        self._places: dict[str, tuple[int, int]] = {}  # in the running sums, before and behind a tensor
+        self._names: list[str] = []
+        self._sums: list[Tensor] = []  # of the tensors by these names, in their order
+        self._rows: list[int] = []  # of the tensors in the table
+        self._used = 0  # rows of the table
 
     def add(self, name: str, digits: Tensor) -> None:
         """Take a tensor's digits."""
         rows = -(-digits.numel() // _ROW)
         if self._used + rows > self._waiting:
             self._flush()
+        self._names.append(name)
         if rows > self._waiting:
             parts = [self._products(self._fill(0, part)) for part in digits.split(self._capacity * _ROW)]
-            self._places[name] = self._length, self._length + 1
-            self._append((torch.cat(parts) * self._powers_of(rows)).sum(0, keepdim=True))
-            return
-        first, self._used = self._used, self._fill(self._used, digits)
-        if rows > 1:
-            self._powers[first : self._used].copy_(self._powers_of(rows))
-        self._places[name] = self._length + first, self._length + self._used
+            self._sums.append((torch.cat(parts) * self._powers_of(rows)).sum(0, keepdim=True))
+        else:
+            self._rows.append(rows)
+            self._used = self._fill(self._used, digits)
 
     def fetch(self) -> dict[str, list[int]]:
         """Return name -> sums mod 2⁶⁴, signed."""
         self._flush()
-        running = torch.cat([*self._running, self._powers.new_zeros(1, _SUMS)])
-        before, behind = torch.tensor(list(self._places.values()), device=running.device).unbind(1)
-        return dict(zip(self._places, (running[behind] - running[before]).tolist(), strict=True))
+        return dict(zip(self._names, torch.cat(self._sums).tolist(), strict=True))
 
     def _fill(self, row: int, digits: Tensor) -> int:
         """Write digits into the table from a row on, and zeros to the end of the last row; return the next row."""
@@ -121,22 +116,20 @@ class _RowSums:
         return torch.mm(table, self._weights, out=table.new_empty(rows, _SUMS)).long()
 
     def _flush(self) -> None:
-        """Sum up the rows in the table and empty it."""
-        if not self._used:
+        """Sum up the tensors in the table and empty it."""
+        if not self._rows:
             return
-        self._append((self._products(self._used) * self._powers[: self._used]).cumsum(0))
-        self._powers.fill_(1)
-        self._used = 0
-
-    def _append(self, running: Tensor) -> None:
-        self._running.append(nn.functional.pad(running, (0, 0, 1, 0)))
-        self._length += len(running) + 1
+        place = [(number, row) for number, rows in enumerate(self._rows) for row in range(rows)]
+        number, row = torch.tensor(place, dtype=torch.int64, device=self._table.device).view(-1, 2).unbind(1)
+        products = self._products(self._used) * self._powers_of(max(self._rows))[row]
+        self._sums.append(products.new_zeros(len(self._rows), _SUMS).index_add_(0, number, products))
+        self._rows, self._used = [], 0
 
     def _powers_of(self, rows: int) -> Tensor:
-        while len(self._all_powers) < rows:
-            step = pow(_BASE, len(self._all_powers), 2**64)
-            self._all_powers = torch.cat([self._all_powers, self._all_powers * (step - (step >> 63 << 64))])
-        return self._all_powers[:rows]
+        while len(self._powers) < rows:
+            step = pow(_BASE, len(self._powers), 2**64)
+            self._powers = torch.cat([self._powers, self._powers * (step - (step >> 63 << 64))])
+        return self._powers[:rows]
 
 
 def digest(tensor: Tensor) -> TensorDigest:

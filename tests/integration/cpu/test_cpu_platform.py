@@ -12,9 +12,8 @@ from verl.plugin.platform.platform_manager import _detect_platform_name
 from verl.utils import distributed
 from verl.workers.engine.base import EngineRegistry
 
-from verl_precision.integration.cpu import device as cpu_device
 from verl_precision.integration.cpu import vllm_on_cpu
-from verl_precision.integration.cpu.platform import PlatformCPU, _with_single_backend
+from verl_precision.integration.cpu.platform import PlatformCPU, cpu_device
 from verl_precision.integration.cpu.vllm_on_cpu import VLLMDistributionFinder, install_distribution_alias
 
 
@@ -73,7 +72,8 @@ def test_process_group_has_one_backend_and_upstreams_names_the_cpu_twice(monkeyp
 def test_process_group_passes_through_unchanged(monkeypatch, device, args, kwargs):
     """Except on a CPU where the caller has not chosen the backend."""
     monkeypatch.setattr("verl.utils.device.get_device_name", lambda: device)
-    seen = _with_single_backend(lambda *args, **kwargs: (args, kwargs), None, args, kwargs)
+    wrapper = distributed.initialize_global_process_group_ray._self_wrapper
+    seen = wrapper(lambda *args, **kwargs: (args, kwargs), None, args, kwargs)
     assert seen == (args, {"backend": "cpu:gloo"} if device == "cpu" and args == (30,) else kwargs)
 
 

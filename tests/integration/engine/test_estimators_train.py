@@ -5,15 +5,17 @@ import math
 
 import pytest
 import torch
+import verl_engines
 from composer import actor_config, compose_estimator
-from verl.workers.config import FSDPEngineConfig
+from verl.plugin.platform import get_platform, set_platform
 
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.engine.settings import LossScaleSettings
+from verl_precision.integration.cpu.platform import PlatformCPU
 from verl_precision.integration.engine.measurement import MISMATCH, REQUEST
 from verl_precision.integration.trainer.checkpoints import is_complete
 from verl_precision.presets import preset_names
 from verl_precision.tools.selftest.single_rank import engine_batch, make_group_of_one, nested
-from verl_precision.tools.tiny_model import cached_tiny_model
 
 PROMPT, RESPONSES, RESPONSE = 4, 4, 6
 SEQUENCE, SCALE = PROMPT + RESPONSE, 1024.0
@@ -21,35 +23,12 @@ SEQUENCE, SCALE = PROMPT + RESPONSE, 1024.0
 
 @pytest.fixture(scope="module")
 def make_engine():
-    """Return a function that makes engines, whose config has these settings more, in a process group of one."""
-    from verl.plugin.platform import get_platform, set_platform
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.engine import EngineRegistry
-
-    from verl_precision.engine.settings import LossScaleSettings
-    from verl_precision.integration.cpu.platform import PlatformCPU
-    from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
-
+    """Return a function that makes engines in a process group of one."""
     before = get_platform()
     set_platform(PlatformCPU())
-
-    def make(kind=PrecisionFSDPConfig, **settings):
-        attention = {"attn_implementation": "sdpa"}
-        mixed_precision = {"param_dtype": "fp16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-        settings |= {"dtype": "float16", "mixed_precision": mixed_precision}
-        settings |= {"loss_scale": LossScaleSettings(initial=SCALE)} if kind is PrecisionFSDPConfig else {}
-        engine = EngineRegistry.get_engine_cls("language_model", "fsdp2")(
-            model_config=HFModelConfig(path=str(cached_tiny_model("qwen3")), override_config=attention),
-            engine_config=kind(strategy="fsdp2", use_torch_compile=False, **settings),
-            optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=100),
-            checkpoint_config=CheckpointConfig(),
-        )
-        engine.initialize()
-        return engine
-
+    scaling = LossScaleSettings(initial=SCALE)
     make_group_of_one("cpu")
-    yield make
+    yield functools.partial(verl_engines.make_engine, packed=True, rate=1e-3, loss_scale=scaling)
     torch.distributed.destroy_process_group()
     set_platform(before)
 
@@ -119,10 +98,11 @@ def test_an_update_reaches_the_weights(engine, estimator):
     assert math.isfinite(metrics["actor/pg_loss"].aggregate())
 
 
-def test_an_update_of_verls_own_engine_is_measured_where_the_trainer_asks(make_engine):
+@pytest.mark.usefixtures("make_engine")
+def test_an_update_of_verls_own_engine_is_measured_where_the_trainer_asks():
     asked = dict.fromkeys(("mismatch", "rollout_as_shadow", "bypass", "beta_in_ratio"), True)
     request = {**asked, "clip": None, "longest_response": RESPONSE, "keep": 0}
-    engine, config = make_engine(FSDPEngineConfig), compose_estimator("pg_seq_is")
+    engine, config = verl_engines.make_engine(plain=True, packed=True), compose_estimator("pg_seq_is")
     metrics, _ = updated(engine, config, {REQUEST: request})
     assert metrics[MISMATCH].aggregate().metrics()["mismatch/tokens"] == RESPONSES * RESPONSE
     assert not [key for key in updated(engine, config)[0] if "verl_precision" in key or "precision/" in key]

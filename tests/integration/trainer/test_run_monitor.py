@@ -24,9 +24,7 @@ from verl_precision.integration.engine.measurement import (
     VERSIONS_BEHIND,
     MeasureOrder,
 )
-from verl_precision.integration.trainer import run_monitor
-from verl_precision.integration.trainer.batch_fields import fetch
-from verl_precision.integration.trainer.run_monitor import ALARM_FILE, STEP_METRICS, RunMonitor
+from verl_precision.integration.trainer.run_monitor import ALARM_FILE, STEP_METRICS, RunMonitor, fetch
 from verl_precision.losses.settings import ClipRange
 from verl_precision.mismatch.groups import MismatchByVersion
 from verl_precision.mismatch.packing import flattened
@@ -281,13 +279,3 @@ def test_a_memory_that_cannot_be_read_ends_the_start_by_name_or_it_goes_on(tmp_p
 def test_on_alarm_stop_returns_the_error_that_ends_the_run():
     errors, _ = judged(monitor({"mismatch": {"alarm": {"on_alarm": "stop"}}}))
     assert len(errors) == 1 and isinstance(errors[0], MismatchAlarmError) and "on_alarm" in str(errors[0])
-
-
-def test_alarms_are_shown_once(monkeypatch):
-    shown = []
-    monkeypatch.setattr(run_monitor, "log_table", lambda _, name, rows, step: shown.append((name, step, len(rows))))
-    judge = monitor()
-    for step in (7, 8):
-        judge.judge(step, {"precision/loss_scale": 1.0})
-        judge.show(None, step)
-    assert shown == [("alarm/raised", 7, 1), ("alarm/raised", 8, 0)]

@@ -59,7 +59,6 @@ def saving_in(folder, minutes=0.0, now=lambda: 0.0) -> Saving:
         config=OmegaConf.create(config), global_steps=1, total_training_steps=2, timing_raw={}, saved=0
     )
     made.monitor = SimpleNamespace(save=lambda folder, row: None)
-    made.logger = SimpleNamespace(logger={})
     saving = Saving(made, now)
 
     def save() -> None:

@@ -86,7 +86,7 @@ def trainer_of(config, folder):
     config.trainer.default_local_dir, config.trainer.v1.trainer_mode = str(folder), "vp_sync"
     trainer = TRAINER_REGISTRY["vp_sync"](config)
     trainer.global_steps, trainer.local_trigger_step, trainer.total_training_steps = 2, 0, 9
-    trainer.logger, trainer.tokenizer = SimpleNamespace(log=lambda data, step: None, logger={}), None
+    trainer.logger, trainer.tokenizer = SimpleNamespace(log=lambda data, step: None), None
     return trainer
 
 

@@ -1,12 +1,11 @@
 """What `verl-precision check` says of this installation, and of a broken one."""
 
-import torch
 import verl  # noqa: F401 - with the plugin, before a test takes its entry point away
 from typer.testing import CliRunner
 
 from verl_precision.base.versions import installed_versions
 from verl_precision.cli import app
-from verl_precision.integration.cpu.kernels import instruction_sets, kernel_library
+from verl_precision.integration.cpu import kernels
 from verl_precision.tools.checking import installation
 
 
@@ -14,12 +13,11 @@ def found() -> dict[str, installation.Finding]:
     return {finding.what: finding for finding in installation.findings()}
 
 
-def test_paths_and_instruction_sets_are_said(monkeypatch):
-    vllm = found()["vLLM"]
-    assert vllm.ok and kernel_library().name in vllm.detail
-    assert all(name in vllm.detail for name in instruction_sets())
-    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
-    assert "no AVX2" in found()["vLLM"].detail
+def test_instruction_sets_are_said_and_a_cpu_without_avx2_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(kernels, "CPUINFO", cpuinfo := tmp_path / "cpuinfo")
+    for flags, ok, said in (("avx2 amx_tile", True, "instruction sets avx2, amx_tile"), ("sse", False, "without AVX2")):
+        cpuinfo.write_text(f"processor\t: 0\nflags\t\t: fpu sse {flags}\nbugs\t\t:\n")
+        assert found()["vLLM"].ok == ok and said in found()["vLLM"].detail
 
 
 def test_what_is_missing_comes_with_the_command_that_installs_it(monkeypatch):

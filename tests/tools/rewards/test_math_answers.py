@@ -6,7 +6,6 @@ second. Those in `judged.txt` and `reported.txt` are by hand.
 """
 
 import asyncio
-import importlib
 import os
 import resource
 import signal
@@ -198,11 +197,6 @@ def test_hostile_answers_are_wrong_within_the_bound_and_the_next_one_is_judged(j
     judge.seconds = math_answers.SECONDS
     assert judge.says_equal("2/4", "1/2")
     assert not (tmp_path / "made").exists()
-
-
-def test_the_former_name_of_the_rewards_is_the_same_code():
-    former = importlib.import_module("verl_precision.integration.rewards.boxed_answer")
-    assert former.__file__ == boxed_answer.__file__ and former.compute_score("", r"\boxed{0.5}", "1/2")["acc"] == 1
 
 
 def test_math_verify_must_be_there(monkeypatch):

@@ -5,20 +5,51 @@ fall-back must stay what it is. `scale=cpu` sets the variable.
 """
 
 import contextlib
+import resource
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import psutil
+import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
-from verl_precision.integration.cpu import device as cpu_device
-from verl_precision.integration.ledger import already_registered, wrap_once
+from verl_precision.integration.ledger import already_registered, wrapping
 
 PLATFORM_NAME = "cpu"
 
 
 def _always(answer: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: answer
+
+
+def _free_and_total_bytes(device: object = None) -> tuple[int, int]:
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
+
+
+def _resident_bytes(device: object = None) -> int:
+    return psutil.Process().memory_info().rss
+
+
+def _peak_bytes(device: object = None) -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# What verl asks of `torch.cuda`: `torch.cpu`, random state, and the memory of this process.
+cpu_device: Any = SimpleNamespace(
+    **{name: getattr(torch.cpu, name) for name in torch.cpu.__all__ if name != "current_device"},
+    current_device=_always(torch.device("cpu")),  # verl passes the answer to `Tensor.to` and to FSDP
+    get_device_name=_always("CPU"),  # in verl's FLOPs table, which does not know it: MFU is not computed
+    get_rng_state=torch.get_rng_state,  # verl stores the state in its checkpoints
+    set_rng_state=torch.set_rng_state,
+    **dict.fromkeys(("manual_seed", "manual_seed_all"), torch.manual_seed),
+    mem_get_info=_free_and_total_bytes,
+    **dict.fromkeys(("memory_allocated", "memory_reserved"), _resident_bytes),
+    **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _peak_bytes),
+    **dict.fromkeys(("empty_cache", "ipc_collect"), _always(None)),
+    **dict.fromkeys(("reset_peak_memory_stats", "set_per_process_memory_fraction"), _always(None)),
+)
 
 
 class PlatformCPU(PlatformBase):
@@ -55,12 +86,9 @@ def register_platform(platform_manager: ModuleType) -> None:
     PlatformRegistry.register(platform=PLATFORM_NAME)(PlatformCPU)
 
 
-def patch_process_group(distributed: ModuleType) -> None:
+@wrapping("initialize_global_process_group_ray")
+def patch_process_group(wrapped, instance, args, kwargs):
     """Give verl's process group one gloo backend on a CPU, which verl names twice; elsewhere nothing changes."""
-    wrap_once(distributed.__name__, "initialize_global_process_group_ray", _with_single_backend)
-
-
-def _with_single_backend(wrapped, instance, args, kwargs):
     from verl.utils.device import get_device_name
 
     if get_device_name() == "cpu" and kwargs.get("backend") is None and args[1:] in ((), (None,)):

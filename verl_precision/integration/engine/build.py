@@ -8,7 +8,7 @@ reference's), and a shadow of the actor's.
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,15 +57,20 @@ def by_config(base: type, name: str, config_type: type, ours: type, *verls: type
     return engine
 
 
-def register_engine(engine: type, model_type: str, backend: str, key: tuple[str, str]) -> None:
-    """Register an engine with verl under a (device, vendor) key, once; refuse a key that another package owns."""
+def register_engines(engines: Iterable[type], backends: Iterable[str], key: tuple[str, str]) -> None:
+    """Register an engine of log-probs and one of values with verl under a (device, vendor) key, once.
+
+    A key that another package owns is refused.
+    """
     from verl.workers.engine.base import EngineRegistry  # whose import ends with our own registration
 
-    owner = EngineRegistry._engines.get(model_type, {}).get(backend, {}).get(key)
-    if owner is not None and owner.__module__ != engine.__module__:
-        raise already_registered(f"verl engine {model_type}/{backend} for (device, vendor) {key}", owner)
-    if owner is None:
-        EngineRegistry.register(model_type=model_type, backend=backend, device=key[0], vendor=key[1])(engine)
+    for model_type, engine in zip(("language_model", "value_model"), engines, strict=True):
+        for backend in backends:
+            owner = EngineRegistry._engines.get(model_type, {}).get(backend, {}).get(key)
+            if owner is not None and owner.__module__ != engine.__module__:
+                raise already_registered(f"verl engine {model_type}/{backend} for (device, vendor) {key}", owner)
+            if owner is None:
+                EngineRegistry.register(model_type=model_type, backend=backend, device=key[0], vendor=key[1])(engine)
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class PartsOfEngine:
             loss_function = part.watched(data, loss_function)
         outputs = super().train_batch(data, loss_function)
         if (self.parts or self.report) and self.is_mp_src_rank_with_outputs():
-            if self.report is not None and self.report.last_skipped:
+            if self.report is not None and self.report.skipped[-1:] == [True]:
                 outputs["metrics"].pop("grad_norm")  # verl averages it over mini-batches: one inf would hide all others
             if tu.get(data, key="update_lr_scheduler", default=True):
                 # lists, as verl's own: it joins those of all ranks

@@ -22,7 +22,7 @@ from verl_precision.engine.forward_dtypes import ForwardDtypes
 from verl_precision.engine.loss_scaling import StepReport, diagnosis, load_scaler, save_scaler
 from verl_precision.engine.shadow import ROUNDED_TO, ShadowModel, loss_beside_shadow, rounded_weights
 from verl_precision.integration.engine import build
-from verl_precision.integration.engine.build import CPU, NVIDIA, by_config, register_engine
+from verl_precision.integration.engine.build import CPU, NVIDIA, by_config, register_engines
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.engine.measurement import updates_of
 from verl_precision.integration.engine.model_outputs import fp32_outputs
@@ -206,7 +206,4 @@ def _without_pinned_memory(wrapped, instance, args, kwargs):
 
 def _register(transformer_impl: ModuleType, name: str, backends: tuple[str, ...], key: tuple[str, str]) -> None:
     heads = transformer_impl.FSDPEngineWithLMHead, transformer_impl.FSDPEngineWithValueHead
-    for model_type, base in zip(("language_model", "value_model"), heads, strict=True):
-        engine = precision_variant(base, name.format(base.__name__))
-        for backend in backends:
-            register_engine(engine, model_type, backend, key)
+    register_engines((precision_variant(base, name.format(base.__name__)) for base in heads), backends, key)

@@ -8,7 +8,6 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, TypedDict
 
 import torch
@@ -19,7 +18,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 from verl_precision.base.mergeable import Count
 from verl_precision.engine.settings import ShadowSettings
 from verl_precision.engine.shadow import OF_SHADOW, OF_TRAINING
-from verl_precision.integration.ledger import wrap_once
+from verl_precision.integration.ledger import wrapping
 from verl_precision.integration.trainer.merged_metrics import MergedMetric
 from verl_precision.losses.settings import ClipRange
 from verl_precision.mismatch.candidates import Candidates
@@ -55,11 +54,6 @@ class MeasureOrder(TypedDict):
     keep: int  # responses of which tokens are kept
 
 
-def measure_every_engine(base: ModuleType) -> None:
-    """Wrap `BaseEngine.train_batch`, once: an update that is asked for is measured, whatever the engine."""
-    wrap_once(base.__name__, "BaseEngine.train_batch", _measured)
-
-
 @dataclass
 class MeasuredUpdates:
     """Which updates are measured: the first of a training step, whose weights are still those of the rollout."""
@@ -78,7 +72,9 @@ def updates_of(engine: Any) -> MeasuredUpdates:
     return vars(engine).setdefault("measured_updates", MeasuredUpdates())
 
 
-def _measured(wrapped, instance, args, kwargs):
+@wrapping("BaseEngine.train_batch")
+def measure_every_engine(wrapped, instance, args, kwargs):
+    """Train as verl does; an update that is asked for is measured, whatever the engine."""
     given = dict(zip(("data", "loss_function"), args, strict=False)) | kwargs
     request = tu.get(given["data"], key=REQUEST, default=None)
     if request is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from verl_precision.base.errors import LossScaleError
 from verl_precision.engine.loss_scaling import StepReport
-from verl_precision.integration.engine.build import NVIDIA, PartsOfEngine, by_config, digester, register_engine
+from verl_precision.integration.engine.build import NVIDIA, PartsOfEngine, by_config, digester, register_engines
 from verl_precision.integration.engine.engine_config import PrecisionMcoreConfig
 
 STOP_AFTER = 10  # consecutive skipped updates with the loss scale at its minimum; as in our FSDP engine
@@ -74,6 +74,5 @@ class PrecisionMegatronEngine(PartsOfEngine):
 def register_megatron_engines(transformer_impl: ModuleType) -> None:
     """Register our variant of each Megatron engine under (device=cuda, vendor=nvidia)."""
     heads = transformer_impl.MegatronEngineWithLMHead, transformer_impl.MegatronEngineWithValueHead
-    for model_type, base in zip(("language_model", "value_model"), heads, strict=True):
-        engine = by_config(base, f"Precision{base.__name__}", PrecisionMcoreConfig, PrecisionMegatronEngine)
-        register_engine(engine, model_type, "megatron", NVIDIA)
+    ours = PrecisionMcoreConfig, PrecisionMegatronEngine
+    register_engines((by_config(base, f"Precision{base.__name__}", *ours) for base in heads), ["megatron"], NVIDIA)

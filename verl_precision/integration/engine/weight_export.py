@@ -114,7 +114,7 @@ def _adapters_on(layer: nn.Module, part: str) -> list[Any]:
     return found
 
 
-def adapter_layers(module: Any, merges: bool, targets: object = None) -> dict[str, Any]:
+def adapter_layers(module: Any, merges: bool, targets: object) -> dict[str, Any]:
     """Return the layers of an actor's adapter, without weights; refuse an adapter that the rollout cannot be sent."""
     if not isinstance(module, PeftModel):
         return {}
@@ -150,9 +150,7 @@ def merged_lora(engine: Any) -> Iterator[tuple[str, Tensor]]:
     try:
         names, whole = _state(engine)
         wrapped = getattr(engine.module, "_fsdp_wrapped_module", engine.module)
-        known = getattr(engine, "adapter_layers", None)  # from before FSDP
-        layers = adapter_layers(wrapped, merges=True) if known is None else known
-        found = convert_weight_keys(sources(names, layers), wrapped).items()
+        found = convert_weight_keys(sources(names, engine.adapter_layers), wrapped).items()
         merged = ((name, source.value(whole).detach().clone()) for name, source in found)  # a whole may be live storage
         yield from unfuse_moe_params(merged, engine.model_config.hf_config.model_type)
     finally:

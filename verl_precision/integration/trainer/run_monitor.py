@@ -1,4 +1,4 @@
-"""The trainer callback that measures the mismatch, judges it, shows it and remembers it (`trainers.py`).
+"""The trainer callback that measures the mismatch, judges it and remembers it (`trainers.py`).
 
 In decoupled mode verl has recomputed the trainer's log-probs, and the driver measures. In bypass mode, and wherever a
 shadow splits the gap, the worker measures in an update (`measurement.py`).
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict
 from torch import Tensor
 
 from verl_precision.base.errors import MismatchAlarmError
@@ -25,14 +26,12 @@ from verl_precision.base.state import read_state
 from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype
 from verl_precision.integration.engine import measurement
 from verl_precision.integration.engine.measurement import CANDIDATES, MISMATCH, PHANTOM, TURNS
-from verl_precision.integration.trainer.batch_fields import fetch, put, real_rows
-from verl_precision.integration.trainer.logger_tables import log_table
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
 from verl_precision.integration.trainer.session_advantages import advantages_by_session
 from verl_precision.losses.registry import ratio_of
 from verl_precision.losses.settings import Ratio, clip_range
 from verl_precision.mismatch import metric_names as names
-from verl_precision.mismatch.alarm import Alarm, MismatchAlarm, act_on, remedies_in_use
+from verl_precision.mismatch.alarm import MismatchAlarm, act_on, remedies_in_use
 from verl_precision.mismatch.candidates import Candidates, lot_of
 from verl_precision.mismatch.groups import MismatchByTurn, MismatchByVersion, beta_of_current_version
 from verl_precision.mismatch.packing import flattened
@@ -76,7 +75,6 @@ class RunMonitor:
         self._mask: Any = None
         self._sets: dict[str, Any] = {}
         self._losses: dict[str, Statistic] = {}
-        self._raised: list[Alarm] = []  # at this step
         self._seconds, self._failures = 0.0, 0
 
     def _compute_advantage(self, proceed, batch, metrics):
@@ -98,9 +96,7 @@ class RunMonitor:
     ) -> None:
         proceed(batch, metrics, *args, global_steps=global_steps, **more)
         self.add_metrics(metrics)
-        stop = self.judge(global_steps, metrics)
-        self.show(self._trainer.logger, global_steps)
-        if stop is not None:
+        if (stop := self.judge(global_steps, metrics)) is not None:
             raise stop
 
     def remember_mask(self, batch: Any) -> None:
@@ -185,7 +181,7 @@ class RunMonitor:
         for part in self._sets.values():
             metrics.update(part.metrics())
         metrics[names.FAILED_MEASUREMENTS] = failed
-        self._losses, self._sets, self._failures = {}, {}, 0
+        self._sets, self._losses, self._failures = {}, {}, 0
 
     def take_candidates(self) -> tuple[Candidates, dict[str, Tensor]]:
         """Return the step's candidates, and the masks of its responses; both begin anew."""
@@ -195,20 +191,15 @@ class RunMonitor:
     def judge(self, step: int, metrics: MutableMapping[str, Any]) -> MismatchAlarmError | None:
         """Feed the alarm, say what it raises, and return the error that is to end the run, if one is."""
         stop, start = None, time.perf_counter()
-        self._raised = self.alarm.update(step, metrics)
-        self.first_alarm_step = min((alarm.since_step for alarm in self._raised), default=None)
+        raised = self.alarm.update(step, metrics)
+        self.first_alarm_step = min((alarm.since_step for alarm in raised), default=None)
         try:
-            act_on(self._raised, self.settings.alarm, log=logger.warning)
+            act_on(raised, self.settings.alarm, log=logger.warning)
         except MismatchAlarmError as error:
             stop = error
         metrics[names.ACTIVE_ALARMS] = len(self.alarm.active)
         metrics["timing_s/mismatch"], self._seconds = self._seconds + time.perf_counter() - start, 0.0
         return stop
-
-    def show(self, tracking: Any, step: int) -> None:
-        """Give the step's alarms to the loggers that can show a table."""
-        with self.guarded():
-            log_table(tracking, "alarm/raised", [alarm.row() for alarm in self._raised], step)
 
     def save(self, folder: Path, metrics: Mapping[str, Any]) -> None:
         """Write the alarm's memory beside a checkpoint, and the finite numbers of its step, for the model card."""
@@ -256,3 +247,31 @@ def _in_use(config: DictConfig, ratio: Ratio | None, correction: Mapping[str, An
 def _versions_behind(tags: list[dict[str, Any]], step: int) -> list[int]:
     """Return how many versions of the weights each response is behind; its first tokens decide."""
     return [max(step - 1 - tag["min_global_steps"], 0) for tag in tags]
+
+
+def real_rows(batch: Any) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return keys and tags of the responses that are no padding."""
+    rows = [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+    return [batch.keys[row] for row in rows], [batch.tags[row] for row in rows]
+
+
+def fetch(batch: Any, *fields: str) -> list[Any]:
+    """Return fields of a batch, nested: padded, a batch of long responses would take gigabytes in the driver."""
+    rows = fetch_rows(real_rows(batch)[0], batch.partition_id, *fields)
+    return [torch.nested.as_nested_tensor(rows[name], layout=torch.jagged) for name in fields]
+
+
+def fetch_rows(keys: list[str], partition: str, *fields: str) -> dict[str, list[Tensor]]:
+    """Return fields, name -> one tensor for each key."""
+    import transfer_queue as tq
+
+    data = tq.kv_batch_get(keys=keys, partition_id=partition, select_fields=list(fields))
+    return {name: list(data[name].unbind()) for name in fields}
+
+
+def put(batch: Any, field: str, values: Tensor) -> None:
+    """Give the workers one more field of a batch."""
+    import transfer_queue as tq
+
+    fields = TensorDict({field: values}, batch_size=len(values))
+    batch.fields = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields).fields

