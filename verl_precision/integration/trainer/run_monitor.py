@@ -10,7 +10,6 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from verl_precision.mismatch.candidates import Candidates, lot_of
 from verl_precision.mismatch.groups import MismatchByTurn, MismatchByVersion, beta_of_current_version
 from verl_precision.mismatch.settings import MismatchSettings
 
-ALARM_FILE, STEP_METRICS = "mismatch_alarm.json", "step_metrics.json"
+ALARM_FILE = "mismatch_alarm.json"
 # Of these metrics that the worker reports about an update of the actor, verl's prefix is taken off.
 METRIC_PREFIXES = ("mismatch/", "phantom/", "precision/", "weight_sync/")
 
@@ -214,13 +213,10 @@ class RunMonitor:
                 log_histograms(tracking, mismatch.whole.histograms(), step)
             log_table(tracking, "alarm/raised", [alarm.row() for alarm in self._raised], step)
 
-    def save(self, folder: Path, metrics: Mapping[str, Any]) -> None:
-        """Write the alarm's memory beside a checkpoint, and the finite numbers of its step, for the model card."""
+    def save(self, folder: Path) -> None:
+        """Write the alarm's memory beside a checkpoint."""
         state = self.alarm.state_dict() | {name: memory.state() for name, memory in self.memories.items()}
         write_file(folder / ALARM_FILE, json.dumps(state), replace=True)
-        numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, Real)}
-        finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
-        write_file(folder / STEP_METRICS, json.dumps(finite), replace=True)
 
     def load(self, folder: Path) -> None:
         """Take over the alarm's memory of a checkpoint, if it has one."""
