@@ -91,18 +91,16 @@ def total_steps(source: Path) -> int | None:
     return total if isinstance(total, int) and abs(total) < LARGEST_STEP else None
 
 
-def read_expected(path: Path) -> dict[str, list[Run]]:
-    """Return the reward curves of each estimator, one for each precision; lines with # say where they come from."""
-    found: dict[str, dict[str, Rows]] = {}
+def read_expected(path: Path, estimator: str) -> list[Run]:
+    """Return the reward curves of an estimator, one for each precision; lines with # say where they come from."""
+    found: dict[str, Rows] = {}
     with open_regular(path, most=_MOST) as file:
         lines = [line for line in file.read().decode().splitlines() if not line.startswith("#")]
         for row in csv.DictReader(lines):
-            rows = found.setdefault(str(row["estimator"]), {}).setdefault(str(row["precision"]), [])
-            rows.append({"step": step_of(float(row["step"])), REWARD: float(row["reward"])})
-    return {
-        estimator: [Run(f"paper: {precision}", path, rows) for precision, rows in curves.items()]
-        for estimator, curves in found.items()
-    }
+            if row["estimator"] == estimator:
+                point = {"step": step_of(float(row["step"])), REWARD: float(row["reward"])}
+                found.setdefault(str(row["precision"]), []).append(point)
+    return [Run(f"paper: {precision}", path, rows) for precision, rows in found.items()]
 
 
 def expected_of(source: Path) -> list[Run]:
@@ -116,7 +114,7 @@ def expected_of(source: Path) -> list[Run]:
     if recipe is None or not isinstance(scale, str) or not isinstance(estimator, str) or scale.startswith("cpu"):
         return []
     path = recipe.with_name(EXPECTED)
-    return read_expected(path).get(estimator, []) if path.is_file() else []
+    return read_expected(path, estimator) if path.is_file() else []
 
 
 def at(content: Any, *keys: str) -> Any:

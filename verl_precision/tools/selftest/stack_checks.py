@@ -107,5 +107,5 @@ def _run(device: str, folder: Path, *overrides: str, sleeps: bool = False) -> Ro
         own += [f"{rollout}.enforce_eager=True", f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={2**30}"]
         own += [f"{rollout}.free_cache_engine={sleeps}", f"++{rollout}.enable_sleep_mode={sleeps}"]
     with workers_forked_on_cpu():
-        run_verl(RECIPE, [*own, *overrides], folder / "run", lambda progress: None)
+        run_verl(RECIPE, [*own, *overrides], folder / "run")
     return read_metrics(folder / "run" / "metrics.jsonl")

@@ -25,11 +25,6 @@ def planned(*arguments, **options):
     return [(run.name, run.overrides) for run in grid.check_arguments(*arguments, **options)]
 
 
-def test_precisions_alone_keep_their_names(root):
-    expected = [("bf16", ("precision=bf16",)), ("fp16", ("precision=fp16",))]
-    assert planned(root / "recipes/quickstart/quickstart.yaml", ["bf16", "fp16"], []) == expected
-
-
 def test_estimators_times_precisions_times_seeds(recipe):
     assert planned(recipe(), ["bf16", "fp16"], [], estimators=["grpo", "gspo"], seeds=[7, 3]) == [
         (f"{estimator}-{precision}/seed_{seed}", (f"estimator={estimator}", f"precision={precision}", f"seed={seed}"))
