@@ -103,12 +103,3 @@ def test_a_row_that_is_cut_short_is_left_until_it_is_whole(tmp_path):
         (run,) = read_runs([path])
         assert run.rows == ROWS[:rows]
         assert run.notes == (("the last row is cut short and is left out",) if rows == 1 else ())
-
-
-def test_a_folder_of_arms_with_seeds_is_one_curve_an_arm(tmp_path):
-    for run in ("clipped/seed_1", "clipped/seed_2", "shadow/seed_1"):
-        (tmp_path / run / "hydra").mkdir(parents=True)
-        (tmp_path / run / "metrics.jsonl").write_text('{"step": 1, "data": {"critic/score/mean": 0.5}}\n')
-    runs = [(run.name, run.curve) for run in read_runs([tmp_path])]
-    assert runs == [("clipped/seed_1", "clipped"), ("clipped/seed_2", "clipped"), ("shadow/seed_1", "shadow")]
-    assert [run.curve for run in read_runs([tmp_path / "clipped"])] == ["seed_1", "seed_2"], "of one arm, each seed"
