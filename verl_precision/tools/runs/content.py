@@ -18,7 +18,7 @@ from verl_precision.mismatch.alarm import Alarm, MismatchAlarm
 from verl_precision.tools.kept_tokens import kept_file
 from verl_precision.tools.kept_tokens.kept_file import KeptResponse, KeptSummary
 from verl_precision.tools.runs.curves import PANELS, Points, band_of, colours_of, numbers_of, points_of
-from verl_precision.tools.runs.read import Run, names_of, read_run, sources_in
+from verl_precision.tools.runs.read import Run, names_of, run_or_problem, sources_in
 from verl_precision.tools.runs.status import RunStatus, expected_of, status_of, total_steps
 
 
@@ -136,7 +136,7 @@ class Live:
         self._pause, self._next_look = pause_seconds, -float("inf")
         self._lock = threading.Lock()
         self._runs: dict[tuple[Path, bool], RunView] = {}  # by source, and whether a run has begun there
-        self._shown: list[tuple[object, ...]] = []  # what a new version differs in
+        self._shown: Sequence[object] = ()  # what a new version differs in
         # A server that is started again must not take a page's version for its own.
         self._count, self._version = 0, time.time_ns() // 1_000_000
         names_of([source for path in paths for source in sources_in(path) or [path]])  # later, no path is refused
@@ -189,16 +189,9 @@ class Live:
         if view is None or view.seen != seen:
             number = self._count if view is None else view.number
             self._count += view is None
-            view = RunView(_read(source, name) if begun else Run(name, source, []), number, seen)
+            view = RunView(run_or_problem(source, name) if begun else Run(name, source, []), number, seen)
         view.look(age)
         return view
-
-
-def _read(source: Path, name: str) -> Run:
-    try:
-        return read_run(source, name)
-    except Exception as error:
-        return Run(name, source, [], problem=error_in_one_line(error))
 
 
 def _kept_folder(source: Path) -> Path:

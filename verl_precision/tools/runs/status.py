@@ -80,8 +80,7 @@ def status_of(run: Run, points: Points, total: int | None, age: float | None) ->
 
 def total_steps(source: Path) -> int | None:
     """Return the steps of a whole run, by the newest log beside its metrics, or by its config; None if neither says."""
-    folder = source if source.is_dir() else source.parent
-    logs = [log for log in folder.glob("*.log") if log.is_file()]
+    logs = [log for log in source.parent.glob("*.log") if log.is_file()]
     for log in sorted(logs, key=lambda log: log.stat().st_mtime, reverse=True):
         with open_regular(log, most=math.inf) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
@@ -126,8 +125,7 @@ def at(content: Any, *keys: str) -> Any:
 
 def hydra_of(source: Path, name: str) -> Any:
     """Return what Hydra has written about a run beside its metrics; None where it has not."""
-    folder = source if source.is_dir() else source.parent
-    for path in (folder / "hydra" / ".hydra" / name, folder / ".hydra" / name):
+    for path in (source.parent / "hydra" / ".hydra" / name, source.parent / ".hydra" / name):
         if path.is_file():
             with open_regular(path, most=_MOST) as file:
                 return plain_yaml(file.read().decode())
