@@ -46,7 +46,6 @@ def type_in(root, tmp_path, monkeypatch):
     ("compare recipes/quickstart/quickstart.yaml --estimtor grpo --output OUT", 1, "--estimtor grpo: there is no such"),
     ("compare setup.py -p fp61 --output OUT", 1, "--precision fp61: there is no such preset. Allowed: bf16, bf16_"),
     ("report OUT/nowhere --output OUT", 1, "there is no such file or folder"),
-    ("report RUN --output OUT/report.html", 1, "is not a folder"),
     ("watch OUT/nowhere", 1, "there is no such file or folder"),
     ("recipes", 1, "FOLDER='recipes': it exists; nothing was written"),
     ("patch", 2, "give --list, or one of"),
