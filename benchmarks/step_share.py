@@ -34,7 +34,7 @@ def parse() -> argparse.Namespace:
 def records(arguments: argparse.Namespace) -> Iterator[Record]:
     chosen = ("precision=fp16", f"trainer.total_training_steps={arguments.repeats + 1}")
     with TemporaryDirectory() as folder:
-        run_verl(RECIPE, chosen, Path(folder) / "run", lambda progress: None)
+        run_verl(RECIPE, chosen, Path(folder) / "run")
         steps = read_metrics(Path(folder) / "run" / "metrics.jsonl")[1:]
     whole = [1e3 * step["timing_s/step"] for step in steps]
     for key, (what, limit, growth) in PARTS.items():

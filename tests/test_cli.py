@@ -46,7 +46,6 @@ def type_in(root, tmp_path, monkeypatch):
     ("compare recipes/quickstart/quickstart.yaml --estimtor grpo --output OUT", 1, "--estimtor grpo: there is no such"),
     ("compare setup.py -p fp61 --output OUT", 1, "--precision fp61: there is no such preset. Allowed: bf16, bf16_"),
     ("report OUT/nowhere --output OUT", 1, "there is no such file or folder"),
-    ("report RUN --output OUT/report.html", 1, "is not a folder"),
     ("watch OUT/nowhere", 1, "there is no such file or folder"),
     ("recipes", 1, "FOLDER='recipes': it exists; nothing was written"),
     ("patch", 2, "give --list, or one of"),
@@ -125,7 +124,7 @@ def test_what_a_verb_needs_is_named_before_it_does_anything(type_in, monkeypatch
     absent = ("jinja2", "matplotlib", "starlette")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name in absent else found(name, *of))
     code, output = type_in(*command.split())
-    needs = {"watch": "jinja2 and starlette", "report": "jinja2"}.get(command.split()[0], "jinja2 and matplotlib")
+    needs = {"watch": "jinja2 and starlette", "mismatch": "jinja2 and matplotlib"}.get(command.split()[0], "jinja2")
     assert code == 1 and f"needs {needs}" in output and "pip install" in output
     assert not (tmp_path / "out").exists()
 

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from verl_precision.mismatch.alarm import first_alarms
 from verl_precision.tools.runs.read import Run, read_runs
 from verl_precision.tools.show.colours import COLOURS, PRECISIONS
-from verl_precision.tools.show.figures import new_figure, style
+from verl_precision.tools.show.figures import style
 from verl_precision.tools.show.tables import markdown_table
 
 WINDOW = 10  # steps
@@ -78,7 +78,7 @@ def table(outcomes: list[Outcome]) -> str:
 
 def draw(outcomes: list[Outcome]) -> Figure:
     """Return the rewards over steps, and the curve: a point for each run, a line through the means of the doses."""
-    figure = new_figure(10, 4)
+    figure = Figure(figsize=(10, 4), layout="constrained")
     over_steps, curve = figure.subplots(1, 2, sharey=True)
     largest = max(each.dose for each in outcomes) or 1
     for precision, colour in LINES.items():

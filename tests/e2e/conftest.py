@@ -124,7 +124,7 @@ def run_recipe(tmp_path_factory, forked_driver) -> Callable[..., Rows]:
         folder = tmp_path_factory.mktemp("e2e") / "run"
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch, "verl_command", forked_driver)
-            launch.run_verl(recipe, overrides, folder, lambda progress: None)
+            launch.run_verl(recipe, overrides, folder)
         rows = Rows(read_metrics(folder / "metrics.jsonl"))
         rows.folder = folder
         return rows

@@ -19,7 +19,7 @@ def test_tied_model_trains_where_ray_starts_the_workers(tmp_path, monkeypatch):
     """As it does for users; the other tests have a fork server. The tied model with one: test_truncated_sampling.py."""
     monkeypatch.delenv(WORKER_PYTHON)
     settings = (*TIED, "trainer.total_training_steps=4", "ray_kwargs.ray_init.num_cpus=7")  # the preflight asks for 7
-    run_verl(QUICKSTART, settings, tmp_path / "run", lambda progress: None)
+    run_verl(QUICKSTART, settings, tmp_path / "run")
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert len(rows) == 4
     assert rows[-1]["mismatch/probs_pearson"] > 0.99

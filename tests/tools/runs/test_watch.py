@@ -12,7 +12,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import uvicorn
-import yaml
 from hypothesis import example, given
 from kept_responses import response
 from starlette.testclient import TestClient
@@ -211,16 +210,11 @@ def test_the_state_is_judged_by_the_newest_row_and_the_time_of_a_step(run, monke
     assert age > 3600 or slow.status.state == "running", "slow steps are waited for"
 
 
-def test_a_run_is_compared_with_its_recipes_curve_and_its_config_says_how_long_it_is(tmp_path, root):
+def test_its_config_says_how_long_a_run_is(tmp_path):
     run = write(tmp_path / "metrics.jsonl", line(100))
-    choices = {"scale": "8xh100", "estimator": "grpo"}
-    sources = [{"path": "hydra.conf", "schema": "pkg"}, {"path": str(root / "recipes" / "sanity"), "schema": "file"}]
-    hydra = {"job": {"config_name": "sanity"}, "runtime": {"choices": choices, "config_sources": sources}}
-    write(tmp_path / "hydra" / ".hydra" / "hydra.yaml", yaml.safe_dump({"hydra": hydra}))
-    write(tmp_path / "hydra" / ".hydra" / "config.yaml", yaml.safe_dump({"trainer": {"total_training_steps": 150}}))
+    write(tmp_path / "hydra" / ".hydra" / "config.yaml", "trainer: {total_training_steps: 150}")
     (found,) = Live([run]).views().values()
     assert found.status.total == 150 and found.status.seconds_left == 500.0
-    assert [curve.name for curve in found.expected] == ["paper: bf16", "paper: fp16"]
 
 
 def test_numbers_at_the_top(run):

@@ -42,11 +42,8 @@ class Journal:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                problem, remedy = (
-                    f"{self.path}: another process is writing it",
-                    "Wait for it, or give another --output.",
-                )
-                raise ConfigurationError(problem, remedy=remedy) from None
+                remedy = "Wait for it, or give another --output."
+                raise ConfigurationError(f"{self.path}: another process is writing it", remedy=remedy) from None
             self._file.seek(0)
             lines = [len(line) for line in self._file if line.endswith(b"\n")]
             self.resumed, complete = len(lines) - 1, sum(lines)  # records that were there

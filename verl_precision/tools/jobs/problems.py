@@ -142,12 +142,10 @@ def read_prompts(path: str, field: str = "prompt", limit: int | None = None) -> 
 
 def _is_chat(value: Any) -> bool:
     """Return whether a value is a list of messages {role, content}, and not an empty one."""
-
-    def is_message(message: Any) -> bool:
-        fits = isinstance(message, dict) and isinstance(message.get("content"), str | list)
-        return fits and bool(message.get("role"))
-
-    return isinstance(value, list) and bool(value) and all(map(is_message, value))
+    messages = value if isinstance(value, list) and value else [None]
+    return all(
+        isinstance(each, dict) and isinstance(each.get("content"), str | list) and each.get("role") for each in messages
+    )
 
 
 def _problem(path: Path, row: int, values: dict[str, Any]) -> Problem:

@@ -8,6 +8,5 @@ curves          which metrics are shown; a run's rows by metric, of a long curve
 status          where a run stands: state, time left, its numbers now, and what its recipe promises
 content         all of that as JSON, recorded or followed, and the tokens that a run has kept, for
 page            the page, whose script (`page.js`) draws it: as one file (`verl-precision report`), or
-server          with the news of runs that train (`verl-precision watch`), and
-figures         the figure of a comparison as PNG
+server          with the news of runs that train (`verl-precision watch`)
 """

@@ -4,10 +4,11 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -17,10 +18,8 @@ from verl_precision.mismatch.alarm import Alarm, MismatchAlarm
 from verl_precision.tools.kept_tokens import kept_file
 from verl_precision.tools.kept_tokens.kept_file import KeptResponse, KeptSummary
 from verl_precision.tools.runs.curves import PANELS, Points, band_of, colours_of, numbers_of, points_of
-from verl_precision.tools.runs.read import Run, names_of, read_run, sources_in
+from verl_precision.tools.runs.read import Run, names_of, run_or_problem, sources_in
 from verl_precision.tools.runs.status import RunStatus, expected_of, status_of, total_steps
-
-T = TypeVar("T")
 
 
 def as_json(content: Any) -> Any:
@@ -42,24 +41,26 @@ class RunView:
         self.points: Points = {}
         self.kept_folder = _kept_folder(run.path)
         self.kept: int | None = None  # responses with their tokens
-        self._judge, self.alarms = MismatchAlarm(), list[Alarm]()
-        self._problems, self._kept_problem, self.status = [run.problem], "", RunStatus("waiting")
-        self.readable = not run.problem and self._attempt(self._judged, False)
-        self._total = self._attempt(lambda: total_steps(run.path), None) if run.rows else None
-        none: list[Run] = []
-        self.expected = self._attempt(lambda: expected_of(run.path), none) if run.rows else none
+        self._judge, self.alarms, self.expected = MismatchAlarm(), list[Alarm](), list[Run]()
+        self._problems, self._kept_problem = [run.problem] if run.problem else [], ""
+        self.status = RunStatus("waiting")
+        self._total: int | None = None
+        with self._said():
+            self.alarms = [alarm for row in run.rows for alarm in self._judge.update(int(row["step"]), row)]
+            self.points = points_of(run.rows)
+        self.readable = not self._problems
+        if run.rows:
+            with self._said():
+                self._total = total_steps(run.path)
+            with self._said():
+                self.expected = expected_of(run.path)
 
-    def _attempt(self, read: Callable[[], T], otherwise: T) -> T:
+    @contextmanager
+    def _said(self) -> Iterator[None]:
         try:
-            return read()
+            yield
         except Exception as error:
             self._problems.append(error_in_one_line(error))
-            return otherwise
-
-    def _judged(self) -> bool:
-        self.alarms = [alarm for row in self.run.rows for alarm in self._judge.update(int(row["step"]), row)]
-        self.points = points_of(self.run.rows)
-        return True
 
     def look(self, age: float | None = None) -> None:
         """Judge where the run stands whose newest row has this age in seconds, and what it has kept; None: recorded."""
@@ -71,12 +72,7 @@ class RunView:
     @property
     def problem(self) -> str:
         """Return what of it cannot be read, and why, a line for each."""
-        return "\n".join(map(printable, filter(None, (*self._problems, self._kept_problem))))
-
-    @property
-    def standing(self) -> tuple[object, ...]:
-        """Return what may change while the metrics do not."""
-        return self.status.state, self.problem, self.kept
+        return "\n".join(map(printable, filter(None, [*self._problems, self._kept_problem])))
 
     def content(self, colour: str) -> dict[str, Any]:
         """Return what the page shows of the run, but for its curves."""
@@ -120,7 +116,7 @@ def _curves_of(runs: Sequence[Points]) -> Mapping[str, Any]:
 
 
 def _expected_content(curve: Run) -> dict[str, Any]:
-    reward = _curves_of([points_of(curve.rows)])[PANELS[0].curve]
+    reward = _curves_of([points_of(curve.rows)])["reward/reward"]
     return {"name": curve.name, "path": printable(str(curve.path)), "points": reward}
 
 
@@ -140,6 +136,7 @@ class Live:
         self._pause, self._next_look = pause_seconds, -float("inf")
         self._lock = threading.Lock()
         self._runs: dict[tuple[Path, bool], RunView] = {}  # by source, and whether a run has begun there
+        self._shown: Sequence[object] = ()  # what a new version differs in
         # A server that is started again must not take a page's version for its own.
         self._count, self._version = 0, time.time_ns() // 1_000_000
         names_of([source for path in paths for source in sources_in(path) or [path]])  # later, no path is refused
@@ -170,13 +167,13 @@ class Live:
             except (ConfigurationError, OSError):  # it has gone, which its runs say
                 sources = [source for source, begun in self._runs if begun and path in (source, *source.parents)]
             found |= dict.fromkeys([(source, True) for source in sources] or [(path, False)])
-        changed = any(key not in found for key in self._runs)
-        former, self._runs = self._runs, {}
-        for key, name in zip(found, names_of([source for source, _ in found]), strict=True):
-            shown = former[key].standing if key in former else None
-            self._runs[key] = view = self._look_at(*key, name, former.get(key))
-            changed |= view is not former.get(key) or view.standing != shown
-        self._version += changed
+        names = names_of([source for source, _ in found])
+        self._runs = {
+            key: self._look_at(*key, name, self._runs.get(key)) for key, name in zip(found, names, strict=True)
+        }
+        shown = [(view, view.status.state, view.problem, view.kept) for view in self._runs.values()]
+        self._version += shown != self._shown
+        self._shown = shown
         end = time.monotonic()
         self._next_look = end + max(self._pause, 4 * (end - start) if self._pause else 0)
 
@@ -192,16 +189,9 @@ class Live:
         if view is None or view.seen != seen:
             number = self._count if view is None else view.number
             self._count += view is None
-            view = RunView(_read(source, name) if begun else Run(name, source, []), number, seen)
+            view = RunView(run_or_problem(source, name) if begun else Run(name, source, []), number, seen)
         view.look(age)
         return view
-
-
-def _read(source: Path, name: str) -> Run:
-    try:
-        return read_run(source, name)
-    except Exception as error:
-        return Run(name, source, [], problem=error_in_one_line(error))
 
 
 def _kept_folder(source: Path) -> Path:

@@ -29,11 +29,6 @@ class Panel(NamedTuple):
     # What the horizontal axis counts; "layer" for a metric that ends in `_*`: the mean over all steps of each layer.
     axis: str = "step"
 
-    @property
-    def curve(self) -> str:
-        """Return the name of its first curve among those of all panels."""
-        return f"{self.name}/{next(iter(self.metrics))}"
-
 
 PANELS = tuple(Panel(**known) for known in table_of(__file__))
 _CURVES = {f"{panel.name}/{label}": metric for panel in PANELS for label, metric in panel.metrics.items()}

@@ -9,7 +9,7 @@ first in time that is no echo of another.
 import re
 import signal
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -83,7 +83,10 @@ class _Process:
 def reason(log: Path, returncode: int) -> str:
     """Return why a process failed, as indented lines, from its log and its exit code (below zero: minus the signal)."""
     ending = [f"ended by {signal.Signals(-returncode).name}"] if returncode < 0 else []
-    return "\n".join(f"  {line}" for line in relevant_lines(chain(_last_lines(log), ending)))
+    with log.open("rb") as stream:
+        stream.seek(max(0, log.stat().st_size - _LOG_BYTES))
+        lines = (part for line in stream for part in line.decode(errors="replace").splitlines())
+        return "\n".join(f"  {line}" for line in relevant_lines(chain(lines, ending)))
 
 
 def relevant_lines(lines: Iterable[str]) -> list[str]:
@@ -105,14 +108,6 @@ def relevant_lines(lines: Iterable[str]) -> list[str]:
     others = [error.text for error in errors if error is not cause and error.rank in wanted]
     followed = [text for text in others if _message(text) not in cause.text and (said not in text or len(said) < 4)]
     return report + [f"then: {text[:_ECHO_WIDTH]}" for text in followed[-(LINES - len(report)) :]]
-
-
-def _last_lines(log: Path) -> Iterator[str]:
-    """Yield the lines of a log, of a huge one those at its end."""
-    with log.open("rb") as stream:
-        stream.seek(max(0, log.stat().st_size - _LOG_BYTES))
-        for line in stream:
-            yield from line.decode(errors="replace").splitlines()
 
 
 class _Log:

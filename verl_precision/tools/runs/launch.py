@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
@@ -32,15 +31,6 @@ STAGES = table_of(__file__, "stages.yaml")
 TOTAL_STEPS = re.compile(r"Training Progress:\s+\d+%\|.*?\|\s*\d+/(\d{1,15})(?!\d)")
 
 
-class Progress(NamedTuple):
-    """How far a run is."""
-
-    stage: str  # what verl is doing
-    step: int  # number of training steps done
-    total_steps: int | None  # None while it is unknown
-    seconds: float  # since the start
-
-
 def verl_command(config: Path, overrides: Sequence[str]) -> list[str]:
     """Return the command a user would type to run a recipe's YAML with Hydra overrides."""
     recipe = ["--config-dir", str(config.parent), "--config-name", config.stem]
@@ -51,7 +41,7 @@ def run_verl(
     config: Path,
     overrides: Sequence[str],
     folder: Path,
-    on_progress: Callable[[Progress], None],
+    on_progress: Callable[[str, float], None] = lambda stage, seconds: None,
     goes_on: bool = False,
     threads: int | None = None,
 ) -> float:
@@ -59,6 +49,7 @@ def run_verl(
 
     The new folder gets `train.log`, `metrics.jsonl` and Hydra's own files. A run that goes on may have that of a start
     which was interrupted: what is left of it, processes and Ray's files, goes first, and the next log is `train-2.log`.
+    Twice a second `on_progress` is called with what verl is doing, or its step, and the seconds since the start.
     `threads` is the `OMP_NUM_THREADS` of all processes, where none is set. On Ctrl-C, SIGTERM and SIGHUP every process
     of the run ends; if verl fails, Ray's logs are kept until the next start.
     """
@@ -72,7 +63,10 @@ def run_verl(
     start, process, returncode, python = time.monotonic(), None, 0, os.environ.get(WORKER_PYTHON)
     with ended_by_signals():
         end_marked(mark)
-        ray_folder = _ray_folder(mark)
+        # Short, because Ray puts UNIX sockets into it and their paths are limited to 107 bytes.
+        ray_folder = Path(temporary_folder(), f"vp-ray-{mark[:8]}")
+        shutil.rmtree(ray_folder, ignore_errors=True)  # what an earlier start of the run has left
+        ray_folder.mkdir(mode=0o700)
         environment |= {"VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONUNBUFFERED": "1", RUN_MARK: mark}
         environment["VLLM_RPC_BASE_PATH"] = str(ray_folder)  # of its sockets
         command = [
@@ -98,15 +92,6 @@ def run_verl(
     return time.monotonic() - start
 
 
-def _ray_folder(mark: str) -> Path:
-    """Return a new folder for Ray's temporary files, in place of what an earlier start of the run has left there."""
-    # Short, because Ray puts UNIX sockets into it and their paths are limited to 107 bytes.
-    folder = Path(temporary_folder(), f"vp-ray-{mark[:8]}")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700)
-    return folder
-
-
 def temporary_folder() -> str:
     """Return the folder of temporary files, if Ray can work in it: it takes ASCII alone, in which no * means more."""
     folder = tempfile.gettempdir()
@@ -114,31 +99,25 @@ def temporary_folder() -> str:
 
 
 def _follow(
-    process: subprocess.Popen, log: Path, metrics: Path, start: float, on_progress: Callable[[Progress], None]
+    process: subprocess.Popen, log: Path, metrics: Path, start: float, on_progress: Callable[[str, float], None]
 ) -> int:
     """Tell how far verl is until it has ended; return its exit code."""
-    stage, total = -1, None
+    stage, total = -1, "?"
     former = metrics.stat().st_mtime_ns if metrics.exists() else None  # rows of an earlier start: no progress yet
     with log.open(errors="replace") as lines:
         while True:
             returncode = process.poll()
             for line in lines:
-                stage = stage_of(line, stage)
+                stage = max([stage, *(number for number, (said, _) in enumerate(STAGES) if re.search(said, line))])
                 if match := TOTAL_STEPS.search(line):
-                    total = int(match.group(1))
+                    total = match[1]
             written = metrics.exists() and metrics.stat().st_mtime_ns != former
             step = metrics.read_bytes().count(b"\n") if written else 0
-            text = "training" if step else STAGES[stage][1] if stage >= 0 else "starting verl"
-            on_progress(Progress(text, step, total, time.monotonic() - start))
+            text = f"step {step}/{total}" if step else STAGES[stage][1] if stage >= 0 else "starting verl"
+            on_progress(text, time.monotonic() - start)
             if returncode is not None:
                 return returncode
             time.sleep(_POLL_SECONDS)
-
-
-def stage_of(line: str, current: int) -> int:
-    """Return the index of the furthest stage that a line of the log shows, at least `current` (-1: none yet)."""
-    reached = (index for index in range(len(STAGES) - 1, current, -1) if re.search(STAGES[index][0], line))
-    return next(reached, current)
 
 
 def end_processes(process: subprocess.Popen | None, mark: str) -> None:

@@ -44,14 +44,11 @@ def page(state: Mapping[str, Any] | None) -> str:
 
 def write_page(path: Path, state: Mapping[str, Any], force: bool = False) -> None:
     """Write the report about runs; refuse to replace a file, unless by `force`, that is not an earlier report."""
-    if not path.absolute().parent.is_dir():
-        problem, allowed = f"{path.parent} is not a folder", "a file in a folder that exists"
-        remedy = "Make the folder first."
-    elif path.exists() and not force and not (path.is_file() and MARK.encode() in path.read_bytes()[:2000]):
-        problem, allowed = "it exists and is not an earlier report", "a new file or an earlier report"
+    if path.exists() and not force and not (path.is_file() and MARK.encode() in path.read_bytes()[:2000]):
+        problem, allowed = (
+            "it exists and is not an earlier report; nothing was written",
+            "a new file or an earlier report",
+        )
         remedy = "Name another file, or add --force."
-    else:
-        write_file(path, page(state), replace=True)
-        return
-    problem += "; nothing was written"
-    raise ConfigurationError(problem, setting="--output", value=str(path), allowed=allowed, remedy=remedy)
+        raise ConfigurationError(problem, setting="--output", value=str(path), allowed=allowed, remedy=remedy)
+    write_file(path, page(state), replace=True)

@@ -6,18 +6,18 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from verl_precision.base.errors import ConfigurationError, VerlPrecisionError
+from verl_precision.base.errors import ConfigurationError, VerlPrecisionError, error_in_one_line
 from verl_precision.base.files import open_regular
 from verl_precision.base.terminal import printable
 
 REWARD = "critic/score/mean"
 READABLE = (
     "verl's metrics file (.jsonl, trainer.logger=[file]), a console log with lines `step:N - key:value`, or a folder "
-    "with one of them, of such folders, or of arms that have one for each seed"
+    "with such files, of such folders, or of arms that have one for each seed"
 )
 LONGEST_LINE = 2**24  # bytes
 LARGEST_STEP = 2**53  # JSON's largest whole number
@@ -54,31 +54,28 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     if empty := [path for path, sources in of_path.items() if not sources]:
         raise refused(empty[0], "there are no metrics in it", "Name the file itself.")
     sources = [source for path in paths for source in of_path[path]]
-    runs: list[Run] = []
-    faults: list[VerlPrecisionError | OSError] = []
-    for source, name in zip(sources, names_of(sources), strict=True):
-        try:
-            run = read_run(source, name)
-            if not run.rows:
-                raise refused(source, "there is no training step in it", "Wait for the first step of the run.")
-        except (VerlPrecisionError, OSError) as error:
-            faults.append(error)
-            run = Run(name, source, [], problem=str(error))
-        runs.append(run)
-    if len(faults) == len(runs):
-        raise faults[0]
+    runs = [run_or_problem(source, name) for source, name in zip(sources, names_of(sources), strict=True)]
+    begin = "there is no training step in it. Wait for the first step of the run."
+    runs = [run if run.rows or run.problem else replace(run, problem=f"{run.path}: {begin}") for run in runs]
+    if all(run.problem for run in runs):
+        raise ConfigurationError(runs[0].problem)
     return runs
 
 
-def read_run(source: Path, name: str) -> Run:
+def run_or_problem(source: Path, name: str) -> Run:
+    """Return a run, or what stands for one that cannot be read: its problem, in place of rows."""
+    try:
+        return _read_run(source, name)
+    except Exception as error:
+        return Run(name, source, [], problem=error_in_one_line(error))
+
+
+def _read_run(source: Path, name: str) -> Run:
     """Read a run from its file.
 
     A row whose line has no end yet is left out. Of a step that is there twice, the later row counts (a resumed run).
     """
     notes = list[str]()
-    if os.path.isdir(source):
-        _source_of(source)  # says where several files could be meant
-        raise refused(source, "it is a folder, in which there are no metrics", "Move it away.")
     with open_regular(source) as file:
         read = _rows_of_metrics if source.suffix == ".jsonl" else _rows_of_log
         found = list(read(source, file, notes))
@@ -159,38 +156,31 @@ def refused(path: Path, problem: str, remedy: str, allowed: str = READABLE) -> C
 
 
 def sources_in(path: Path) -> list[Path]:
-    """Return the files that a path stands for, none where no run has begun; an unclear folder stands for itself."""
+    """Return the files that a path stands for; none where no run has begun."""
     if not os.path.exists(path):
         raise refused(path, "there is no such file or folder", "Check the path.")
     if not os.path.isdir(path):
         return [path]
-    found, unclear = list[Path](), list[Path]()
-    for depth in ("", "*", "*/*"):  # a run; runs or arms of a comparison; seeds of its arms
-        for folder in filter(os.path.isdir, sorted(path.glob(depth)) if depth else [path]):
-            try:
-                found += _source_of(folder)
-            except (VerlPrecisionError, OSError):
-                unclear.append(folder)
-        if found:
-            break
-    return found + unclear
+    for folders in ([path], path.glob("*"), path.glob("*/*")):  # a run; runs or arms of a comparison; seeds of its arms
+        if found := [source for folder in sorted(folders) if os.path.isdir(folder) for source in _sources_of(folder)]:
+            return found
+    return []
 
 
-def _source_of(folder: Path) -> list[Path]:
-    """Return what to read in a folder, at most one: a metrics file, else a log with steps."""
-    inside = sorted(folder.iterdir())
+def _sources_of(folder: Path) -> list[Path]:
+    """Return what to read in a folder: files of metrics, else logs with steps."""
+    inside = sorted(folder.glob("*"))
     found = [each for each in inside if each.suffix == ".jsonl"]
     found = list(filter(Path.is_file, found)) or found
-    found = found or [each for each in inside if each.suffix == ".log" and each.is_file() and _has_steps(each)]
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
-        raise refused(folder, f"several files could be meant: {names}", "Name the file itself.", "one of them")
-    return found
+    return found or [each for each in inside if each.suffix == ".log" and each.is_file() and _has_steps(each)]
 
 
 def _has_steps(log: Path) -> bool:
-    with open_regular(log) as file:
-        return next(_rows_of_log(log, file, []), None) is not None
+    try:
+        with open_regular(log) as file:
+            return next(_rows_of_log(log, file, []), None) is not None
+    except (VerlPrecisionError, OSError):
+        return True  # who reads it says what is wrong
 
 
 def names_of(sources: Sequence[Path]) -> list[str]:

@@ -80,8 +80,7 @@ def status_of(run: Run, points: Points, total: int | None, age: float | None) ->
 
 def total_steps(source: Path) -> int | None:
     """Return the steps of a whole run, by the newest log beside its metrics, or by its config; None if neither says."""
-    folder = source if source.is_dir() else source.parent
-    logs = [log for log in folder.glob("*.log") if log.is_file()]
+    logs = [log for log in source.parent.glob("*.log") if log.is_file()]
     for log in sorted(logs, key=lambda log: log.stat().st_mtime, reverse=True):
         with open_regular(log, most=math.inf) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
@@ -91,18 +90,16 @@ def total_steps(source: Path) -> int | None:
     return total if isinstance(total, int) and abs(total) < LARGEST_STEP else None
 
 
-def read_expected(path: Path) -> dict[str, list[Run]]:
-    """Return the reward curves of each estimator, one for each precision; lines with # say where they come from."""
-    found: dict[str, dict[str, Rows]] = {}
+def read_expected(path: Path, estimator: str) -> list[Run]:
+    """Return the reward curves of an estimator, one for each precision; lines with # say where they come from."""
+    found: dict[str, Rows] = {}
     with open_regular(path, most=_MOST) as file:
         lines = [line for line in file.read().decode().splitlines() if not line.startswith("#")]
         for row in csv.DictReader(lines):
-            rows = found.setdefault(str(row["estimator"]), {}).setdefault(str(row["precision"]), [])
-            rows.append({"step": step_of(float(row["step"])), REWARD: float(row["reward"])})
-    return {
-        estimator: [Run(f"paper: {precision}", path, rows) for precision, rows in curves.items()]
-        for estimator, curves in found.items()
-    }
+            if row["estimator"] == estimator:
+                point = {"step": step_of(float(row["step"])), REWARD: float(row["reward"])}
+                found.setdefault(str(row["precision"]), []).append(point)
+    return [Run(f"paper: {precision}", path, rows) for precision, rows in found.items()]
 
 
 def expected_of(source: Path) -> list[Run]:
@@ -116,7 +113,7 @@ def expected_of(source: Path) -> list[Run]:
     if recipe is None or not isinstance(scale, str) or not isinstance(estimator, str) or scale.startswith("cpu"):
         return []
     path = recipe.with_name(EXPECTED)
-    return read_expected(path).get(estimator, []) if path.is_file() else []
+    return read_expected(path, estimator) if path.is_file() else []
 
 
 def at(content: Any, *keys: str) -> Any:
@@ -128,8 +125,7 @@ def at(content: Any, *keys: str) -> Any:
 
 def hydra_of(source: Path, name: str) -> Any:
     """Return what Hydra has written about a run beside its metrics; None where it has not."""
-    folder = source if source.is_dir() else source.parent
-    for path in (folder / "hydra" / ".hydra" / name, folder / ".hydra" / name):
+    for path in (source.parent / "hydra" / ".hydra" / name, source.parent / ".hydra" / name):
         if path.is_file():
             with open_regular(path, most=_MOST) as file:
                 return plain_yaml(file.read().decode())

@@ -1,5 +1,5 @@
 """How results look, made once for all verbs.
 
-figures   axes of one look; a figure as PNG, and as an image of a page
+figures   axes of one look
 tables    rows on the terminal and in Markdown; JSON; numbers as people read them
 """

@@ -13,7 +13,6 @@ from verl_precision.base.errors import RunFailedError
 from verl_precision.tools.runs.compare import grid
 from verl_precision.tools.runs.compare import run as compare
 from verl_precision.tools.runs.compare.summary import PassBar
-from verl_precision.tools.runs.launch import Progress
 
 STARTED = "Ray has started"
 RECIPE = "recipes/quickstart/quickstart.yaml"
@@ -25,13 +24,10 @@ SEEDS = grid.with_seeds({"mine": ()}, [1, 2, 3, 4])
 def run(root, tmp_path, monkeypatch):
     """Compare recorded runs in place of real ones; return what the user sees.
 
-    `during(name, on_progress)` is called in each run. The run `keeps` has the metrics that `during` wrote. Figure
-    and report have one word, unless `draws`.
+    `during(name, on_progress)` is called in each run.
     """
 
-    def compare_recorded(
-        runs, during=lambda name, on_progress: None, parallel=1, keeps="", pass_bar=None, draws=False
-    ) -> str:
+    def compare_recorded(runs, during=lambda name, on_progress: None, parallel=1, pass_bar=None) -> str:
         def recorded(config, overrides, folder, on_progress, goes_on, threads):
             name = folder.relative_to(tmp_path / "out").as_posix()
             ran.append((name, overrides[:-1]))
@@ -39,19 +35,14 @@ def run(root, tmp_path, monkeypatch):
             assert config.name == "quickstart.yaml" and goes_on and checkpoints.is_dir()
             assert overrides[-1] == f"trainer.default_local_dir='{checkpoints}'"
             assert threads == (max(1, os.cpu_count() // parallel) if parallel > 1 else None)
-            on_progress(Progress(STARTED, 0, None, 1.0))
+            on_progress(STARTED, 1.0)
             during(name, on_progress)
-            on_progress(Progress("training", 10, 10, 2.0))
-            if name != keeps:
-                precision = folder.name if folder.name == "bf16" else "fp16"
-                shutil.copytree(root / "tests" / "data" / "quickstart" / precision, folder, dirs_exist_ok=True)
+            on_progress("step 10/10", 2.0)
+            precision = folder.name if folder.name == "bf16" else "fp16"
+            shutil.copytree(root / "tests" / "data" / "quickstart" / precision, folder, dirs_exist_ok=True)
             return 60.0
 
         monkeypatch.setattr(compare, "run_verl", recorded)
-        if not draws:
-            monkeypatch.setattr(compare, "draw_comparison", lambda content: "figure")
-            monkeypatch.setattr(compare, "write_png", lambda path, figure, title: path.write_text(figure))
-            monkeypatch.setattr(compare, "write_page", lambda path, content, force: path.write_text("page"))
         seen = io.StringIO()
         console = Console(file=seen, width=200)
         compare.compare_runs(root / RECIPE, runs, ["a=b"], tmp_path / "out", console, pass_bar, parallel)
@@ -67,19 +58,18 @@ def recorded_summary(folder) -> list[tuple]:
 
 
 def test_two_runs_are_compared(run, tmp_path):
-    seen = run(PRECISIONS, pass_bar=PassBar(-20, 4), draws=True)
+    seen = run(PRECISIONS, pass_bar=PassBar(-20, 4))
     assert run.ran == [(precision, ["a=b", f"precision={precision}"]) for precision in ("bf16", "fp16")]
     assert "ratio bf16/fp16" in seen and "bar -20" in seen and "report.html" in seen
     assert "verl-precision explain --run" in seen and "/<arm>" in seen
     texts = [f"[    {second} s] {{}}: {text}" for second, text in ((1, STARTED), (2, "step 10/10"))]
     assert seen.splitlines()[:4] == [text.format(precision) for precision in ("bf16", "fp16") for text in texts]
-    assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     content = json.loads((tmp_path / "out" / "summary.json").read_text())
     found = [(run["precision"], run["steps"], run["seconds_total"]) for run in content["runs"]]
     assert found == [("bf16", 10, 60.0), ("fp16", 10, 60.0)]
     assert content["ratios"]["bf16/fp16"]["k3_kl"] > 10 and content["pass_bar"].keys() == {"bf16", "fp16"}
     written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert written == {"bf16", "fp16", "summary.json", "comparison.png", "report.html"}
+    assert written == {"bf16", "fp16", "summary.json", "report.html"}
 
 
 def test_estimators_times_precisions_times_seeds_each_in_its_folder(run, tmp_path):
@@ -91,9 +81,6 @@ def test_estimators_times_precisions_times_seeds_each_in_its_folder(run, tmp_pat
     assert recorded_summary(tmp_path / "out")[::3] == expected
     assert "gspo-fp16/seed_2: step 10/10" in seen and "<arm>/seed_<n>" in seen
     assert "ratio grpo-bf16/grpo-fp16" in seen and "ratio grpo-bf16/gspo" not in seen
-    assert (tmp_path / "out" / "comparison.png").exists()
-    run.ran.clear()
-    assert "ratio grpo-bf16/grpo-fp16" in run(runs) and run.ran == [], "finished runs are not repeated"
 
 
 def test_runs_of_arms_side_by_side_are_at_the_same_time_and_listed_in_the_order_of_the_plan(run, tmp_path):
@@ -138,12 +125,12 @@ def test_ctrl_c_ends_every_run_under_way(run, tmp_path, monkeypatch):
         two_more.wait()
         try:
             while True:  # as a real run does, which asks twice a second
-                on_progress(Progress("training", 1, 10, 1.0))
+                on_progress("step 1/10", 1.0)
         except KeyboardInterrupt:
             ended.append(name)
             raise
 
-    def interrupt(*drawn):
+    def interrupt(runs):
         two_more.wait()
         raise KeyboardInterrupt
 

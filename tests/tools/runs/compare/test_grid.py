@@ -1,7 +1,5 @@
 """Which runs a comparison has: arms from presets or from the recipe, times seeds; and what is refused before any."""
 
-from itertools import product
-
 import pytest
 
 from verl_precision.base.errors import ConfigurationError
@@ -23,18 +21,6 @@ def recipe(tmp_path):
 
 def planned(*arguments, **options):
     return [(run.name, run.overrides) for run in grid.check_arguments(*arguments, **options)]
-
-
-def test_precisions_alone_keep_their_names(root):
-    expected = [("bf16", ("precision=bf16",)), ("fp16", ("precision=fp16",))]
-    assert planned(root / "recipes/quickstart/quickstart.yaml", ["bf16", "fp16"], []) == expected
-
-
-def test_estimators_times_precisions_times_seeds(recipe):
-    assert planned(recipe(), ["bf16", "fp16"], [], estimators=["grpo", "gspo"], seeds=[7, 3]) == [
-        (f"{estimator}-{precision}/seed_{seed}", (f"estimator={estimator}", f"precision={precision}", f"seed={seed}"))
-        for estimator, precision, seed in product(("grpo", "gspo"), ("bf16", "fp16"), (7, 3))
-    ]
 
 
 def test_arms_of_the_recipe(recipe):

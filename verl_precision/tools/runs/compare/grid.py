@@ -120,12 +120,6 @@ def preset_of(group: str, overrides: Sequence[str]) -> str | None:
     return chosen[-1] if chosen else None
 
 
-def recipe_folders(recipe: Path) -> list[Path]:
-    """Return where the recipes may lie that a recipe builds on: beside it, or where its `hydra.searchpath` says."""
-    paths = OmegaConf.select(read_recipe(recipe), "hydra.searchpath") or []
-    return [recipe.parent, *(Path(path.removeprefix("file://")) for path in paths if path.startswith("file://"))]
-
-
 def _key(override: str) -> str:
     """Return what an override sets, without Hydra's prefixes."""
     return override.partition("=")[0].lstrip("+~").partition("@")[0]

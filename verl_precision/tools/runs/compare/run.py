@@ -13,11 +13,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError, RunFailedError
@@ -26,18 +27,17 @@ from verl_precision.base.owner import release, take
 from verl_precision.base.signals import completed
 from verl_precision.base.state import checked, read_state
 from verl_precision.base.versions import installed_versions
-from verl_precision.tools.runs.compare.grid import PlannedRun, preset_of, recipe_folders, run_name
-from verl_precision.tools.runs.compare.summary import PassBar, Summary, summarise, table, write_summary
+from verl_precision.tools.checking.composing import read_recipe
+from verl_precision.tools.runs.compare.grid import PlannedRun, preset_of, run_name
+from verl_precision.tools.runs.compare.summary import PassBar, Summary, ratios, summarise, table
 from verl_precision.tools.runs.content import recorded_content
-from verl_precision.tools.runs.figures import draw_comparison
 from verl_precision.tools.runs.fork_server import workers_forked_on_cpu
-from verl_precision.tools.runs.launch import Progress, run_verl
+from verl_precision.tools.runs.launch import run_verl
 from verl_precision.tools.runs.page import write_page
 from verl_precision.tools.runs.read import Run, read_runs
-from verl_precision.tools.show.figures import write_png
 from verl_precision.tools.show.tables import write_json
 
-COMMAND, SUMMARY, FIGURE, REPORT = "comparison.json", "summary.json", "comparison.png", "report.html"
+COMMAND, SUMMARY, REPORT = "comparison.json", "summary.json", "report.html"
 _REMEDY = "Move it away: runs that it has are then made again."
 
 logger = logging.getLogger("verl_precision.compare")
@@ -45,8 +45,10 @@ logger = logging.getLogger("verl_precision.compare")
 
 def command_of(recipe: Path, runs: Sequence[PlannedRun], overrides: Sequence[str]) -> dict[str, Any]:
     """Return what makes a comparison the same: recipe and its text, runs, settings, and the versions that run it."""
-    # The recipes beside it, too: it may build on them.
-    files = [file for folder in recipe_folders(recipe) for file in sorted(folder.glob("*.yaml"))]
+    paths = OmegaConf.select(read_recipe(recipe), "hydra.searchpath") or []
+    # The recipes beside it, too, and those where it says that they lie: it may build on them.
+    folders = [recipe.parent, *(Path(path.removeprefix("file://")) for path in paths if path.startswith("file://"))]
+    files = [file for folder in folders for file in sorted(folder.glob("*.yaml"))]
     digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
     of_runs = {"runs": {run.name: list(run.overrides) for run in runs}, "overrides": list(overrides)}
     return {"recipe": str(recipe.resolve()), "digest": digest, **of_runs, "versions": installed_versions()}
@@ -132,7 +134,7 @@ def compare_runs(
                     if (seconds := future.result()) is not None:
                         results = _results(runs, overrides, folder, {**finished, futures[future].name: seconds})
                         finished[futures[future].name] = seconds
-                        _write(folder, config.stem, *results, pass_bar)  # an interrupted comparison leaves what it had
+                        _write(folder, *results, pass_bar)  # an interrupted comparison leaves what it had
                 except Exception as error:
                     failed.set()
                     errors.append(error)
@@ -163,14 +165,13 @@ def _results(
     return found, summaries
 
 
-def _write(folder: Path, title: str, runs: list[Run], summaries: list[Summary], pass_bar: PassBar | None) -> None:
-    about: dict[str, Any] = {"command": sys.argv, "versions": installed_versions()}
+def _write(folder: Path, runs: list[Run], summaries: list[Summary], pass_bar: PassBar | None) -> None:
+    content: dict[str, Any] = {"runs": [asdict(summary) for summary in summaries], "ratios": ratios(summaries)}
+    content |= {"command": sys.argv, "versions": installed_versions()}
     if pass_bar:
-        about["pass_bar"] = {run.name: pass_bar.verdict(run.rows) for run in runs}
-    write_summary(folder / SUMMARY, summaries, **about)
-    content = recorded_content(runs)
-    write_png(folder / FIGURE, draw_comparison(content), title)
-    write_page(folder / REPORT, content, force=True)
+        content["pass_bar"] = {run.name: pass_bar.verdict(run.rows) for run in runs}
+    write_json(folder / SUMMARY, content)
+    write_page(folder / REPORT, recorded_content(runs), force=True)
 
 
 def _show(console: Console, folder: Path, runs: list[Run], summaries: list[Summary], pass_bar: PassBar | None) -> None:
@@ -178,23 +179,21 @@ def _show(console: Console, folder: Path, runs: list[Run], summaries: list[Summa
     if pass_bar:
         console.print("\n".join(pass_bar.sentence(run.name, run.rows) for run in runs), highlight=False)
     run_folder = f"{folder}/<arm>" + ("/seed_<n>" if summaries[0].seed is not None else "")
-    text = f"written: {FIGURE}, {REPORT} and {SUMMARY} in {folder}; metrics.jsonl and train.log in {run_folder}\n"
+    text = f"written: {REPORT} and {SUMMARY} in {folder}; metrics.jsonl and train.log in {run_folder}\n"
     text += f"which cause makes a run's gap: verl-precision explain --run {run_folder}"
     console.print(text, highlight=False, soft_wrap=True)
 
 
-def _teller(console: Console, name: str, interrupted: threading.Event) -> Callable[[Progress], None]:
+def _teller(console: Console, name: str, interrupted: threading.Event) -> Callable[[str, float], None]:
     """Return what is to be called, in any thread, with the progress of a run: each stage and step is a line."""
     said = ""
 
-    def tell(progress: Progress) -> None:
+    def tell(stage: str, seconds: float) -> None:
         nonlocal said
         if interrupted.is_set():
             raise KeyboardInterrupt  # Ctrl-C reaches the main thread only; here, it ends the run's processes
-        former, said = said, progress.stage
-        if progress.step:
-            said = f"step {progress.step}/{progress.total_steps or '?'}"
-        if said != former:
-            console.print(f"[{progress.seconds:5.0f} s] {name}: {said}", markup=False, highlight=False)
+        if stage != said:
+            said = stage
+            console.print(f"[{seconds:5.0f} s] {name}: {said}", markup=False, highlight=False)
 
     return tell

@@ -1,8 +1,7 @@
 """A comparison in a few numbers: a summary of each run, its verdict on a pass bar, and the table of all runs."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -12,7 +11,7 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.mismatch.metric_names import K3_KL, LOG_PROB_GAP, PROBS_PEARSON
 from verl_precision.tools.runs.curves import mean
 from verl_precision.tools.runs.read import REWARD, Rows
-from verl_precision.tools.show.tables import terminal_table, write_json
+from verl_precision.tools.show.tables import terminal_table
 
 LENGTH, STEP_SECONDS = "response_length/mean", "timing_s/step"
 REWARD_STEPS = 10  # of the mean reward at either end of a run
@@ -112,11 +111,6 @@ class PassBar:
         result = f"passed, above since step {found['since']:.0f}" if found["passed"] else "not passed"
         steps = min(self.steps, len(rows))
         return f"{name}: {REWARD} {found['reward']:.3f} over the last {steps} steps, bar {self.above:g}: {result}"
-
-
-def write_summary(path: Path, summaries: list[Summary], **about: object) -> None:
-    """Write everything the table shows, and how it came about, as JSON."""
-    write_json(path, {"runs": [asdict(summary) for summary in summaries], "ratios": ratios(summaries), **about})
 
 
 _CELLS: dict[str, tuple[Callable[[Summary], float], str]] = {
