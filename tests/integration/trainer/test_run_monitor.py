@@ -24,7 +24,7 @@ from verl_precision.integration.engine.measurement import (
     VERSIONS_BEHIND,
     MeasureOrder,
 )
-from verl_precision.integration.trainer.run_monitor import ALARM_FILE, RunMonitor, fetch
+from verl_precision.integration.trainer.run_monitor import ALARM_FILE, STEP_METRICS, RunMonitor, fetch
 from verl_precision.losses.settings import ClipRange
 from verl_precision.mismatch.groups import MismatchByVersion
 from verl_precision.mismatch.packing import flattened
@@ -252,8 +252,9 @@ def test_alarms_are_said_once_counted_and_remembered(caplog, tmp_path):
     assert errors == [] and metrics["timing_s/mismatch"] < 1
     assert metrics["alarm/active_count"] == 2
     assert sum("ALARM repeated_overflow" in record.getMessage() for record in caplog.records) == 1
-    judge.save(tmp_path)
+    judge.save(tmp_path, {"mismatch/k3_kl": 1e-5, "timing_s/step": float("nan"), "text": "no number"})
     assert json.loads((tmp_path / ALARM_FILE).read_text())
+    assert json.loads((tmp_path / STEP_METRICS).read_text()) == {"mismatch/k3_kl": 1e-5}
     resumed = monitor()
     resumed.load(tmp_path)
     assert resumed.alarm.active == judge.alarm.active
@@ -262,7 +263,7 @@ def test_alarms_are_said_once_counted_and_remembered(caplog, tmp_path):
 
 def test_a_memory_that_cannot_be_read_ends_the_start_by_name_or_it_goes_on(tmp_path):
     judged(judge := monitor())
-    judge.save(tmp_path)
+    judge.save(tmp_path, {})
     content, resumed = (tmp_path / ALARM_FILE).read_bytes(), monitor()
     for damaged in (*cut(content), *flipped(content, bits=1)):
         (tmp_path / ALARM_FILE).write_bytes(damaged)

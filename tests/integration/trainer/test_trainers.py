@@ -16,7 +16,7 @@ from verl_precision.base import extensions
 from verl_precision.base.errors import ConfigurationError, MismatchAlarmError
 from verl_precision.base.mergeable import Mean
 from verl_precision.integration.trainer.merged_metrics import MergedMetric
-from verl_precision.integration.trainer.run_monitor import ALARM_FILE
+from verl_precision.integration.trainer.run_monitor import ALARM_FILE, STEP_METRICS
 from verl_precision.integration.trainer.trainers import HOOKS, MODES, measured_mode
 
 LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
@@ -142,6 +142,7 @@ def test_the_alarm_of_a_step_is_in_the_checkpoint_of_that_step(trainer, tmp_path
     trainer._compute_metrics(None, {"mismatch/k3_kl": 1e-5}, {}, global_steps=2, epoch=0)
     saved = json.loads((tmp_path / "global_step_2" / ALARM_FILE).read_text())
     assert len(saved["k3_growth"]["baseline"]) == 1
+    assert json.loads((tmp_path / "global_step_2" / STEP_METRICS).read_text())["mismatch/k3_kl"] == 1e-5
 
 
 @pytest.mark.parametrize(("step", "saved_by_verl", "asked", "saves", "last"), [

@@ -106,6 +106,7 @@ def test_a_large_model_has_several_files_an_index_and_its_tokenizer(checkpoint, 
     before = AutoModelForCausalLM.from_pretrained(cached_tiny_model("qwen3"), dtype=torch.float32).state_dict()
     assert all(torch.equal(value, before[name].half()) for name, value in model.state_dict().items())
     assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("1+1")
+    assert "k3 between trainer and rollout at step 3 | not recorded" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_the_verb_names_its_folder_and_refuses_one_that_exists(checkpoint, tmp_path, monkeypatch, typed):

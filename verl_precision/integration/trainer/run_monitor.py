@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from verl_precision.mismatch.groups import MismatchByTurn, MismatchByVersion, be
 from verl_precision.mismatch.packing import flattened
 from verl_precision.mismatch.settings import MismatchSettings
 
-ALARM_FILE = "mismatch_alarm.json"
+ALARM_FILE, STEP_METRICS = "mismatch_alarm.json", "step_metrics.json"
 # Of these metrics that the worker reports about an update of the actor, verl's prefix is taken off.
 METRIC_PREFIXES = ("mismatch/", "phantom/", "precision/", "weight_sync/")
 
@@ -200,9 +201,12 @@ class RunMonitor:
         metrics["timing_s/mismatch"], self._seconds = self._seconds + time.perf_counter() - start, 0.0
         return stop
 
-    def save(self, folder: Path) -> None:
-        """Write the alarm's memory beside a checkpoint."""
+    def save(self, folder: Path, metrics: Mapping[str, Any]) -> None:
+        """Write the alarm's memory beside a checkpoint, and the finite numbers of its step, for the model card."""
         write_file(folder / ALARM_FILE, json.dumps(self.alarm.state_dict()), replace=True)
+        numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, Real)}
+        finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
+        write_file(folder / STEP_METRICS, json.dumps(finite), replace=True)
 
     def load(self, folder: Path) -> None:
         """Take over the alarm's memory of a checkpoint, if it has one."""

@@ -106,7 +106,7 @@ class Saving:
                     trainer.checkpoint_manager.sleep_replicas()
                 trainer._save_checkpoint()
         if self._saved_step == trainer.global_steps:
-            trainer.monitor.save(self._checkpoint())
+            trainer.monitor.save(self._checkpoint(), metrics)
         if stop is not None:
             raise stop
 
@@ -117,7 +117,7 @@ class Saving:
         if (checkpoint / QUEUE).is_dir():
             shutil.rmtree(checkpoint / QUEUE)
         proceed()
-        trainer.monitor.save(checkpoint)  # again when the step has been judged
+        trainer.monitor.save(checkpoint, {})  # the step's metrics come with its end
         self._saved_at, self._saved_step = self._now(), trainer.global_steps
 
     def _load_checkpoint(self, proceed):

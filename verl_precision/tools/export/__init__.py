@@ -1,1 +1,1 @@
-"""`verl-precision export`: what the ranks saved (shards), as a Hugging Face folder (session)."""
+"""`verl-precision export`: what the ranks saved (shards), as a Hugging Face folder with its model card (session)."""

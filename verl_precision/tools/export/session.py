@@ -3,15 +3,23 @@
 import json
 import shutil
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from jinja2 import Template
 from torch import Tensor
 
 from verl_precision.base.dtypes import DTYPES, long, torch_dtype
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import new_folder
+from verl_precision.base.state import checked, read_state
+from verl_precision.base.versions import installed_versions
 from verl_precision.integration.engine.weight_export import write_export_dtype
+from verl_precision.integration.trainer.run_identity import run_in
+from verl_precision.integration.trainer.run_monitor import STEP_METRICS
+from verl_precision.mismatch import metric_names as names
 from verl_precision.tools.export.shards import SavedModel
 
 FILE_BYTES = 2 * 10**9  # of one file
@@ -45,6 +53,8 @@ def export_checkpoint(
             _untie(folder / "config.json")
         for file in folder.glob("*.safetensors"):
             shutil.copymode(folder / "config.json", file)  # safetensors lets nobody else read it
+        step = saved.folder.parent if saved.folder.name == "actor" else saved.folder
+        (folder / "README.md").write_text(model_card(step, dtype))
     return exported
 
 
@@ -67,3 +77,29 @@ def _untie(path: Path) -> None:
         if described:
             described["tie_word_embeddings"] = False
     path.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def model_card(checkpoint: Path, dtype: str) -> str:
+    """Return the card of a `global_step_N` in a dtype.
+
+    What the folder does not say (a run without this package's trainer) is left out; k3 is then "not recorded".
+    """
+    run = run_in(checkpoint.parent)
+    settings: dict[str, Any] = dict(run.settings) if run is not None else {}
+    numbers = partial(checked, dict[str, float])
+    metrics = read_state(checkpoint / STEP_METRICS, numbers, "Remove it: the card then says less.") or {}
+    k3, base = metrics.get(names.K3_KL), str(settings.get("actor_rollout_ref.model.path", ""))
+    text = Path(__file__).with_name("card.txt").read_text(encoding="utf-8")
+    return Template(text, keep_trailing_newline=True).render(
+        name=checkpoint.parent.name,
+        step=checkpoint.name.removeprefix("global_step_"),
+        base=base if base.count("/") == 1 and not Path(base).exists() else "",  # a name on the hub
+        trained_in=settings.get("actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"),
+        sampled_in=settings.get("actor_rollout_ref.rollout.dtype"),
+        loss=settings.get("actor_rollout_ref.actor.policy_loss.loss_mode"),
+        k3="not recorded" if k3 is None else f"{k3:.3g} nats per token",
+        reward=metrics.get("critic/score/mean"),
+        dtype=dtype,
+        dtype_name=long(dtype),
+        versions=", ".join(f"{package} {version}" for package, version in installed_versions().items()),
+    )
