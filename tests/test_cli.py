@@ -124,7 +124,7 @@ def test_what_a_verb_needs_is_named_before_it_does_anything(type_in, monkeypatch
     absent = ("jinja2", "matplotlib", "starlette")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name in absent else found(name, *of))
     code, output = type_in(*command.split())
-    needs = {"watch": "jinja2 and starlette", "mismatch": "jinja2 and matplotlib"}.get(command.split()[0], "jinja2")
+    needs = {"watch": "jinja2 and starlette", "report": "jinja2"}.get(command.split()[0], "jinja2 and matplotlib")
     assert code == 1 and f"needs {needs}" in output and "pip install" in output
     assert not (tmp_path / "out").exists()
 

@@ -42,6 +42,7 @@ def test_what_the_user_gets(comparison):
     content = json.loads((folder / "summary.json").read_text())
     assert [run["precision"] for run in content["runs"]] == ["bf16", "fp16"]
     assert content["versions"]["verl"] and content["ratios"]["bf16/fp16"]["k3_kl"] > 10
+    assert (folder / "comparison.png").stat().st_size > 10_000
     assert "k3 KL" in (folder / "report.html").read_text(encoding="utf-8")
     for precision in ("bf16", "fp16"):
         assert {path.name for path in (folder / precision).iterdir()} >= {"train.log", "metrics.jsonl"}

@@ -11,12 +11,12 @@ from typer import Argument, Exit, Option
 
 from verl_precision.base.errors import ConfigurationError, after_ctrl_c
 from verl_precision.base.files import new_folder, shipped_folder
-from verl_precision.cli.verb import console, errors, say, verb
+from verl_precision.cli.verb import FIGURES, console, errors, say, verb
 
 Names = list[str] | None
 
 
-@verb("A run", needs=("jinja2", "verl", "ray"), context_settings={"ignore_unknown_options": True})
+@verb("A run", needs=(*FIGURES, "verl", "ray"), context_settings={"ignore_unknown_options": True})
 def compare(
     config: Annotated[Path, Argument(help="A recipe's YAML, e.g. recipes/quickstart/quickstart.yaml.")],
     overrides: Annotated[Names, Argument(help="Hydra overrides for every run: trainer.total_training_steps=4.")] = None,
@@ -36,7 +36,7 @@ def compare(
     itself lists as `arms: {clipped: [OVERRIDE, ...], ...}`. With --seed, for a recipe with the key `seed`, each arm
     runs once for each seed: -e grpo -e gspo --seed 1 --seed 2 are eight runs, grpo-bf16/seed_1 to gspo-fp16/seed_2.
 
-    Writes summary.json, report.html and, for each run, metrics.jsonl, train.log and checkpoints.
+    Writes summary.json, comparison.png, report.html and, for each run, metrics.jsonl, train.log and checkpoints.
     Ctrl-C, SIGTERM and SIGHUP end every process of every run. The same command goes on where a comparison was
     interrupted: finished runs are not repeated, and those that were under way resume from their last checkpoints.
     """

@@ -69,7 +69,7 @@ def test_two_runs_are_compared(run, tmp_path):
     assert found == [("bf16", 10, 60.0), ("fp16", 10, 60.0)]
     assert content["ratios"]["bf16/fp16"]["k3_kl"] > 10 and content["pass_bar"].keys() == {"bf16", "fp16"}
     written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert written == {"bf16", "fp16", "summary.json", "report.html"}
+    assert written == {"bf16", "fp16", "summary.json", "comparison.png", "report.html"}
 
 
 def test_estimators_times_precisions_times_seeds_each_in_its_folder(run, tmp_path):

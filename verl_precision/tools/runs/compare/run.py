@@ -31,13 +31,14 @@ from verl_precision.tools.checking.composing import read_recipe
 from verl_precision.tools.runs.compare.grid import PlannedRun, preset_of, run_name
 from verl_precision.tools.runs.compare.summary import PassBar, Summary, ratios, summarise, table
 from verl_precision.tools.runs.content import recorded_content
+from verl_precision.tools.runs.figures import write_comparison
 from verl_precision.tools.runs.fork_server import workers_forked_on_cpu
 from verl_precision.tools.runs.launch import run_verl
 from verl_precision.tools.runs.page import write_page
 from verl_precision.tools.runs.read import Run, read_runs
 from verl_precision.tools.show.tables import write_json
 
-COMMAND, SUMMARY, REPORT = "comparison.json", "summary.json", "report.html"
+COMMAND, SUMMARY, FIGURE, REPORT = "comparison.json", "summary.json", "comparison.png", "report.html"
 _REMEDY = "Move it away: runs that it has are then made again."
 
 logger = logging.getLogger("verl_precision.compare")
@@ -134,7 +135,7 @@ def compare_runs(
                     if (seconds := future.result()) is not None:
                         results = _results(runs, overrides, folder, {**finished, futures[future].name: seconds})
                         finished[futures[future].name] = seconds
-                        _write(folder, *results, pass_bar)  # an interrupted comparison leaves what it had
+                        _write(folder, config.stem, *results, pass_bar)  # an interrupted comparison leaves what it had
                 except Exception as error:
                     failed.set()
                     errors.append(error)
@@ -165,13 +166,15 @@ def _results(
     return found, summaries
 
 
-def _write(folder: Path, runs: list[Run], summaries: list[Summary], pass_bar: PassBar | None) -> None:
+def _write(folder: Path, title: str, runs: list[Run], summaries: list[Summary], pass_bar: PassBar | None) -> None:
     content: dict[str, Any] = {"runs": [asdict(summary) for summary in summaries], "ratios": ratios(summaries)}
     content |= {"command": sys.argv, "versions": installed_versions()}
     if pass_bar:
         content["pass_bar"] = {run.name: pass_bar.verdict(run.rows) for run in runs}
     write_json(folder / SUMMARY, content)
-    write_page(folder / REPORT, recorded_content(runs), force=True)
+    shown = recorded_content(runs)
+    write_comparison(folder / FIGURE, shown, title)
+    write_page(folder / REPORT, shown, force=True)
 
 
 def _show(console: Console, folder: Path, runs: list[Run], summaries: list[Summary], pass_bar: PassBar | None) -> None:
@@ -179,7 +182,7 @@ def _show(console: Console, folder: Path, runs: list[Run], summaries: list[Summa
     if pass_bar:
         console.print("\n".join(pass_bar.sentence(run.name, run.rows) for run in runs), highlight=False)
     run_folder = f"{folder}/<arm>" + ("/seed_<n>" if summaries[0].seed is not None else "")
-    text = f"written: {REPORT} and {SUMMARY} in {folder}; metrics.jsonl and train.log in {run_folder}\n"
+    text = f"written: {FIGURE}, {REPORT} and {SUMMARY} in {folder}; metrics.jsonl and train.log in {run_folder}\n"
     text += f"which cause makes a run's gap: verl-precision explain --run {run_folder}"
     console.print(text, highlight=False, soft_wrap=True)
 

@@ -1,0 +1,64 @@
+"""The figure of a comparison: the page's curves of reward and mismatch, as PNG."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from verl_precision.base.files import new_file
+from verl_precision.tools.runs.curves import PANELS, Panel
+from verl_precision.tools.show.figures import style
+
+STYLES = ("-", "--", ":", "-.")  # of curves whose colour comes again
+COMPARED = ("reward", "gap", "k3", "phantom")  # panels, of which those are drawn that a run has measured
+_MARKED = 60  # points of the longest series in which each has a mark
+_WIDTH, _HEIGHT, _LINE, _NAMES = 4.6, 3.4, 0.2, 3  # of a panel, and of a line of the legend, in inches; names in it
+
+
+def draw_comparison(content: Mapping[str, Any]) -> Figure:
+    """Draw a curve for each arm over steps, given what the page shows; of seeds the mean, with a shade."""
+    curves = content["curves"]
+    measured = {name for curve in curves.values() for name in curve}
+    panels = [panel for panel in PANELS if panel.name in COMPARED and _first(panel) in measured]
+    size = _WIDTH * len(panels), _HEIGHT + _LINE * math.ceil(len(curves) / _NAMES)
+    figure = Figure(figsize=size, layout="constrained")
+    plots = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, panel in zip(plots, panels, strict=True):
+        _draw(axes, panel, content)
+        style(axes, panel.axis, panel.unit, panel.title)
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    lines = {line.get_label(): line for axes in plots for line in axes.get_lines()}
+    figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=_NAMES, frameon=False)
+    return figure
+
+
+def write_comparison(path: Path, content: Mapping[str, Any], title: str) -> None:
+    """Write the figure with a title; one that exists is replaced."""
+    figure = draw_comparison(content)
+    figure.suptitle(title)
+    with new_file(path, replace=True) as scratch:
+        figure.savefig(scratch, dpi=150)
+
+
+def _first(panel: Panel) -> str:
+    return f"{panel.name}/{next(iter(panel.metrics))}"
+
+
+def _draw(axes: Axes, panel: Panel, content: Mapping[str, Any]) -> None:
+    drawn, positive = list[str](), False
+    for name, colour in {run["curve"]: run["colour"] for run in content["runs"]}.items():
+        dashes = STYLES[drawn.count(colour) % len(STYLES)]
+        drawn.append(colour)
+        if series := content["curves"][name].get(_first(panel)):
+            steps, means, *limits = ([float(value) for value in row] for row in series)
+            marker = "o" if len(steps) <= _MARKED else ""
+            axes.plot(steps, means, dashes, linewidth=1.6, markersize=2.8, marker=marker, color=colour, label=name)
+            if limits:
+                axes.fill_between(steps, limits[0], limits[1], color=colour, alpha=0.2, linewidth=0)
+            positive |= any(value > 0 for value in means)
+    if panel.log and positive:
+        axes.set_yscale("log", base=panel.log)  # a shade that begins at zero begins at the frame
