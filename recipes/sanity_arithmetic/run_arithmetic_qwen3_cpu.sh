@@ -19,7 +19,7 @@ if [[ ! -e $FOLDER/task ]]; then
 fi
 if [[ ! -e $FOLDER/set/kept.parquet ]]; then
     "${COMMAND[@]}" sanity-set "$FOLDER/task/problems.jsonl" --model "$FOLDER/task/model" --output "$FOLDER/set" \
-        --reward recipes/sanity_arithmetic/reward.py --max-prompt-length 8 --max-response-length 8
+        --reward recipes/sanity_arithmetic/reward.py --max-prompt-tokens 8 --max-response-tokens 8
 fi
 CHOICES=()
 for PRECISION in $PRECISIONS; do

@@ -43,7 +43,7 @@ done
 "${COMMAND[@]}" data reasoning_gym "${NAMES[@]}" --size "$PROBLEMS" --output "$FOLDER"
 "${COMMAND[@]}" sanity-set "$FOLDER/reasoning_gym.parquet" --model "$FOLDER/model" --output "$FOLDER/set" \
     --reward pkg://verl_precision.tools.rewards.reasoning_gym_answer -n "$RESPONSES" --dtype "$DTYPE" \
-    --max-prompt-length 96 --max-response-length 32
+    --max-prompt-tokens 96 --max-response-tokens 32
 for PRECISION in $PRECISIONS; do
     CHOICES+=(--precision "$PRECISION")
 done

@@ -38,7 +38,7 @@ def build(drawn, tmp_path):
     """Build a sanity set from verdicts; returns the summary and the folder."""
 
     def run(verdicts, **options):
-        job = SanitySet(**{**drawn(verdicts), "responses_per_problem": len(verdicts[0]), **options})
+        job = SanitySet(**{**drawn(verdicts), "responses": len(verdicts[0]), **options})
         return build_sanity_set(job, Console(quiet=True)), tmp_path / "out"
 
     return run

@@ -25,13 +25,13 @@ def data(
     ] = None,
     synthetic: Annotated[bool, Option("--synthetic", help="Write a few sums instead; needs no network.")] = False,
     skip_size_check: Annotated[
-        bool, Option("--skip-size-check", help="Accept another number of problems than expected.")
+        bool, Option("--skip-size-check", help="Write the data set even if its number of problems is unexpected.")
     ] = False,
     task: Annotated[
-        list[str] | None, Option(help=f"For {TASKS}: a task's name there. Repeat the option for several.")
+        list[str] | None, Option(help=f"For {TASKS}: name of a task. Repeat the option for several.")
     ] = None,
     level: Annotated[
-        list[int] | None, Option(min=0, help=f"For {TASKS}: level of the curriculum. Repeat it for more. Default: 0.")
+        list[int] | None, Option(min=0, help=f"For {TASKS}: level of the curriculum. Repeatable. Default: 0.")
     ] = None,
     size: Annotated[int | None, Option(min=1, help=f"For {TASKS}: questions of each task. Default: 1000.")] = None,
     seed: Annotated[int | None, Option(min=0, help=f"For {TASKS}: seed of the questions. Default: 0.")] = None,
@@ -65,7 +65,7 @@ def data(
 
 @verb("Set-up")
 def tiny_model(
-    architecture: Annotated[str, Argument(help="Architecture of the model. An unknown name lists all names.")],
+    architecture: Annotated[str, Argument(help="Architecture of the model; an unknown name prints all names.")],
     folder: Annotated[Path, Argument(help="Folder to create.")],
 ) -> None:
     """Write a tiny random model with tokenizer: the model that `scale=cpu` trains."""
@@ -74,5 +74,5 @@ def tiny_model(
     try:
         build_tiny_model(architecture, folder)
     except FileExistsError:
-        raise ConfigurationError(f"{folder} exists; nothing was written. Name a folder that does not.") from None
+        raise ConfigurationError(f"{folder} exists; nothing was written. Name a new folder.") from None
     say(f"wrote {folder}: use it with {shlex.quote(f'actor_rollout_ref.model.path={quoted(folder)}')}")

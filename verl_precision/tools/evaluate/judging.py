@@ -1,4 +1,4 @@
-"""What both verbs share: problems whose answers the reward can read, their prompts, and the verdict on a response."""
+"""Shared by both verbs: problems that the reward can read, their prompts, and the verdict on a response."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -26,7 +26,7 @@ class _Responses(Schedule, Tasks):
 
     def __init__(self, job: SanitySet, journal: Journal, judging: Judging, problems: Sequence[str]) -> None:
         super().__init__(problems, job.window)
-        self._journal, self._judging, self._max_tokens = journal, judging, job.max_response_length
+        self._journal, self._judging, self._max_tokens = journal, judging, job.max_response_tokens
         for record in journal.records(_FIELDS):
             self.count(*(record[name] for name in _FIELDS))
 
@@ -50,11 +50,11 @@ def build_sanity_set(settings: SanitySet, console: Console) -> dict[str, Any]:
     """
     job, data = Job(settings, console), read_data_set(settings.data)
     judging = Judging(settings, {settings.data.stem: data}, [settings.dtype])
-    lengths, most = {name: len(ids) for name, ids in judging.prompts.items()}, settings.max_prompt_length
+    lengths, most = {name: len(ids) for name, ids in judging.prompts.items()}, settings.max_prompt_tokens
     problems = [name for name, length in lengths.items() if length <= most]
     if not problems:
         problem, allowed = "every prompt is longer", f"{min(lengths.values())} or more"
-        raise ConfigurationError(problem, setting="--max-prompt-length", value=most, allowed=allowed)
+        raise ConfigurationError(problem, setting="--max-prompt-tokens", value=most, allowed=allowed)
     of_job: dict[str, Any] = {"low": str(settings.low), "high": str(settings.high), "data": data.digest}
     of_job |= {"responses_from": judging.model.fingerprint, "temperature": 1.0, "top_p": 1.0}
     with job.journal(judging.settings() | of_job) as journal:
@@ -62,7 +62,7 @@ def build_sanity_set(settings: SanitySet, console: Console) -> dict[str, Any]:
         sampler = SamplerSettings(
             model=settings.model,
             dtype=settings.dtype,
-            max_model_len=settings.max_prompt_length + settings.max_response_length,
+            max_model_len=settings.max_prompt_tokens + settings.max_response_tokens,
             more={"generation_config": "vllm"},  # a model's own may name further tokens that end a response
         )
         job.complete(f"sample-{settings.dtype}", [schedule], partial(VllmEngine, sampler))
@@ -78,10 +78,10 @@ def build_sanity_set(settings: SanitySet, console: Console) -> dict[str, Any]:
         if not summary["kept"]:
             problem = f"{settings.window} keeps none of {len(schedule.tallies)} problems, of which so many have an "
             problem += f"accuracy from 0 to 10%, to 20%, ...: {', '.join(map(str, summary['histogram']))}"
-            remedy = "Choose a window where there are problems; or check --reward and the prompts if all are 0."
+            remedy = "Choose a window that contains problems. If all accuracies are 0, check --reward and the prompts."
             raise ConfigurationError(problem, remedy=remedy)
         data.write(job.folder / "kept.parquet", schedule.kept())
-    job.show_written(["kept.parquet", "summary.json"])
+    job.show_written(["kept.parquet", "summary.json"], f"\nnext: data.train_files={job.folder}/kept.parquet")
     return summary
 
 

@@ -39,7 +39,7 @@ class Window:
         if not 0 <= self.low <= self.high <= 1:
             raise ConfigurationError(str(self), allowed="0 <= low <= high <= 1", remedy="The paper keeps 0.2 to 0.8.")
         if self.fewest > self.most:
-            problem = f"{self}: no accuracy of {self.responses} responses lies between them: nothing would be kept"
+            problem = f"{self}: no accuracy of {self.responses} responses lies in this window: it keeps no problem"
             raise ConfigurationError(problem, remedy="Widen the window or draw more responses.")
 
     def __str__(self) -> str:

@@ -26,12 +26,11 @@ class Evaluation(JudgedJob):
     """A model on data sets, in each dtype and each context."""
 
     verb: ClassVar[str] = "evaluate"
-    model: str = option(argument=True, help="Folder or hub name of the model, e.g. an exported checkpoint.")
     data: tuple[Path, ...] = option(
         help="Data set in verl's format: .parquet or .jsonl. Repeat the option for several.", recorded=False
     )
     contexts: tuple[Annotated[int, Field(ge=1)], ...] = option(
-        "--context", help="Most tokens of prompt and response together. Repeat the option for several."
+        "--context", help="Limit on the tokens of prompt and response together. Repeat the option for several."
     )
     dtypes: tuple[Dtype, ...] = option(
         "--dtype", default=("fp16",), help="Dtype of vLLM. Repeat the option for several."
@@ -39,13 +38,13 @@ class Evaluation(JudgedJob):
     responses: int = option("--responses", "-n", default=32, help="Responses to each problem: k of avg@k.", ge=1)
     temperature: float = option(default=0.6, help="Sampling temperature; 0 takes the most probable token.", ge=0)
     top_p: float = option(
-        default=0.95, help="Share of the probability that is drawn from, most probable first.", gt=0, le=1
+        default=0.95, help="Nucleus sampling: draw from the most probable tokens up to this share.", gt=0, le=1
     )
 
     def __post_init__(self) -> None:
         """Refuse what is given twice."""
         stems = tuple(path.stem for path in self.data)
-        require_each_once("--data", stems, "each once; data sets are called by the name of their file")
+        require_each_once("--data", stems, "each once; a data set is named after its file")
         require_each_once("--context", self.contexts)
         require_each_once("--dtype", self.dtypes)
 
@@ -61,15 +60,12 @@ class SanitySet(JudgedJob):
 
     verb: ClassVar[str] = "sanity-set"
     data: Path = option(argument=True, help="Data set in verl's format: a .parquet or .jsonl file.", recorded=False)
-    model: str = option("--model", "-m", help="Folder or hub name of the model that will be trained.")
-    responses_per_problem: int = option(
-        "--responses-per-problem", "-n", default=Window.responses, help="Number of responses.", ge=1
-    )
-    low: Fraction = option(default=Window.low, help="Lowest accuracy kept, e.g. 0.2 or 1/5.")
-    high: Fraction = option(default=Window.high, help="Highest accuracy kept.")
+    responses: int = option("--responses", "-n", default=Window.responses, help="Responses to each problem.", ge=1)
+    low: Fraction = option(default=Window.low, help="Keep problems with at least this accuracy, e.g. 0.2 or 1/5.")
+    high: Fraction = option(default=Window.high, help="Keep problems with at most this accuracy.")
     dtype: Dtype = option(default="fp16", help="Dtype of the engine.")
-    max_prompt_length: int = option(default=1024, help="Largest number of tokens; longer prompts are left out.", ge=1)
-    max_response_length: int = option(default=6976, help="Largest number of tokens; longer responses are cut.", ge=1)
+    max_prompt_tokens: int = option(default=1024, help="Problems with a longer prompt are left out.", ge=1)
+    max_response_tokens: int = option(default=6976, help="A response ends after this many tokens.", ge=1)
     in_flight: int = option(default=512, help="Responses that the engine draws at a time.", ge=1, recorded=False)
 
     def __post_init__(self) -> None:
@@ -79,4 +75,4 @@ class SanitySet(JudgedJob):
     @property
     def window(self) -> Window:
         """The accuracies that are kept."""
-        return Window(self.responses_per_problem, self.low, self.high)
+        return Window(self.responses, self.low, self.high)

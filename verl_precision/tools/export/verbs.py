@@ -1,5 +1,6 @@
 """The verb `export`."""
 
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ def export(
     checkpoint: Annotated[Path, Argument(help="Folder of a checkpoint, checkpoints/.../global_step_N.")],
     dtype: Annotated[str, Option(help="Dtype of the weights: fp16, bf16 or fp32.")] = "fp16",
     output: Annotated[
-        Path | None, Option(help="Folder to create. Default: outputs/export/<experiment>_<step>_<dtype>.")
+        Path | None, Option("--output", "-o", help="Folder to create. Default: outputs/export/<run>_<step>_<dtype>.")
     ] = None,
 ) -> None:
     """Write a checkpoint of an FSDP run as a Hugging Face folder, rounded once from FP32.
@@ -32,3 +33,4 @@ def export(
 
         tensors = export_checkpoint(path, dtype, output, partial(track, description="rounding", console=errors))
     say(f"wrote {output}: {len(tensors)} tensors in {dtype}")
+    say(f"next: verl-precision evaluate --model {shlex.quote(str(output))} --data FILE --context N --dtype {dtype}")

@@ -1,4 +1,4 @@
-"""Every job that draws or scores: its folder, its journal, its engines, the loop over its tasks, and what it leaves.
+"""A job that samples or scores: its folder, journal, engines, task loop and results.
 
 In the journal of samples and their scores, a sample is a line {rollout, problem, response, token_ids, log_probs}, a
 score a line {rollout, train, problem, response, log_probs}. `rollout` names who sampled and `train` who scored;
@@ -85,7 +85,7 @@ class Job:
         self._recorded = {name: value for name, value in recorded.items() if not name.startswith((_VERSION, PROMPTS))}
         with closing(Journal(self.folder, recorded)) as journal:
             if journal.resumed > 0:
-                torn = "; a torn last line was cut off" if journal.torn else ""
+                torn = "; an incomplete last line was removed" if journal.torn else ""
                 self.console.print(f"resuming: {journal.resumed} responses are in the journal{torn}", highlight=False)
             yield journal
 
@@ -111,9 +111,9 @@ class Job:
             write_file(self.folder / "table.md", table, replace=True)
             self.console.print(Markdown(table))
 
-    def show_written(self, names: Sequence[str]) -> None:
-        """Say which files are in the folder."""
-        self.console.print(f"wrote {', '.join(names)} to {self.folder}", highlight=False, soft_wrap=True)
+    def show_written(self, names: Sequence[str], then: str = "") -> None:
+        """Say which files are in the folder, and what to do next."""
+        self.console.print(f"wrote {', '.join(names)} to {self.folder}{then}", highlight=False, soft_wrap=True)
 
 
 def work_through(engine: EngineProcess, tasks: Tasks, in_flight: int, console: Console) -> None:

@@ -46,14 +46,14 @@ def _stops(name: str, shows: str, words: str, override: str) -> None:
             _run(device, folder, "trainer.total_training_steps=1", override)
         except RunFailedError as error:
             first = next((line for line in str(error).splitlines() if words in line), None)
-            require(first is not None, f"the run stopped for another reason: {error}")
+            require(first is not None, f"the run stopped, but for another reason: {error}")
             return {"message": str(first).strip()[:200]}
         raise CheckFailedError("the run went on with the planted fault")
 
 
 VERIFIED, UNVERIFIED = "verified_layers", "unverified_layers"
 _MERGED = "actor_rollout_ref.model.lora.merge"
-_trains("tied_model", "a tied model trains, sleeps, wakes; every layer verified", "tiny_architecture=qwen3_tied",
+_trains("tied_model", "a model with tied embeddings trains; all layers verified", "tiny_architecture=qwen3_tied",
         reports=VERIFIED, sleeps=True, seconds=600)  # fmt: skip
 _trains("moe", "a mixture of experts trains in FP16", "tiny_architecture=qwen3_moe", reports=UNVERIFIED)
 _trains("lora_merged", "LoRA, merged for the rollout", *_LORA, f"{_MERGED}=True", reports=VERIFIED)
@@ -71,7 +71,7 @@ def overflow(device: str, folder: Path) -> Figures:
     rows = _run(device, folder, "trainer.total_training_steps=2", f"{_LOSS_SCALE}.initial={_TOO_LARGE}")
     found = [(row["precision/skipped_steps"], row["precision/loss_scale"]) for row in rows]
     expected = [(1, _TOO_LARGE / 2), (1, _TOO_LARGE / 4)]
-    require(found == expected, f"skipped updates and loss scales are {found}, and {expected} were expected")
+    require(found == expected, f"skipped updates and loss scales are {found}; expected were {expected}")
     return {"last_scale": found[-1][1]}
 
 
@@ -84,7 +84,7 @@ def precision_gap(device: str, folder: Path) -> Figures:
         _healthy(rows, steps=3)
         gaps[precision] = sum(row[K3_KL] for row in rows) / len(rows)
     times = gaps["bf16"] / gaps["fp16"]
-    require(times > 10, f"the k3 KL is only {times:.1f} times smaller in FP16; expected are 50 to 100 times")
+    require(times > 10, f"the k3 is only {times:.1f} times smaller in FP16; expected are 50 to 100 times")
     return {"k3_fp16": gaps["fp16"], "k3_bf16": gaps["bf16"], "times": times}
 
 

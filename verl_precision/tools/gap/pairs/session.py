@@ -52,7 +52,8 @@ def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
     under_way.write(summary(pairs, len(prompt_ids)), markdown(pairs, job, installed_versions(), len(prompt_ids)))
     title = "/".join(Path(job.model).parts[-2:])  # a folder may be called `model`
     figures = write_figures(job.folder, pairs, title)
-    under_way.show_written(["table.md", "summary.json", *figures])
+    cause = f"\nnext, what causes the gap: verl-precision explain --model {job.model}"
+    under_way.show_written(["table.md", "summary.json", *figures], cause)
     return pairs
 
 

@@ -17,10 +17,10 @@ class MismatchJob(PromptedJob):
         "--rollout-dtype", default=("fp16", "bf16"), help="Dtype of vLLM. Repeat the option for several."
     )
     train_dtypes: tuple[Dtype, ...] = option(
-        "--train-dtype", default=("fp16", "bf16"), help="Dtype of the trainer, in the same way."
+        "--train-dtype", default=("fp16", "bf16"), help="Dtype of the trainer. Repeat the option for several."
     )
-    responses: int = option(default=8, help="Responses to each prompt, in each rollout dtype.", ge=1)
-    max_response_tokens: int = option(default=1024, help="Largest number of tokens of a response.", ge=1)
+    responses: int = option("--responses", "-n", default=8, help="Responses to each prompt and rollout dtype.", ge=1)
+    max_response_tokens: int = option(default=1024, help="A response ends after this many tokens.", ge=1)
     # vLLM chooses its own. With flash_attention_2 the trainer packs without padding; gpt-oss has eager.
     attention: Literal["sdpa", "eager", "flash_attention_2"] = option(default="sdpa", help="Attention of the trainer.")
 
