@@ -164,7 +164,7 @@ def test_importance_weights_are_applied_or_not(own, ignores, monkeypatch):
 
 def test_a_loss_that_workers_alone_register_is_not_tried():
     tried = tried_loss(config_of("from_lib", actor_rollout_ref__model__external_lib="lib_with_a_loss"))
-    assert "workers alone import" in tried.problem and tried.trial is None
+    assert "only workers import" in tried.problem and tried.trial is None
 
 
 def test_a_loss_under_a_name_of_ours_is_replaced(monkeypatch):

@@ -115,15 +115,15 @@ PG = "+estimator=pg_seq_is"
     (f"{PG} {ACTOR}.policy_loss.loss_mode=gspo", "loss_mode", "error", "another loss is trained"),
     (f"{PG} {ACTOR}.policy_loss.loss_mode=geo_mean", "loss_mode", "error", "which has vp_pg_seq_is"),
     (f"{PG} {ACTOR}.policy_loss={{loss_mode:vanilla}}", "loss_mode", "error", "another loss is trained"),
-    (f"{PG} {ACTOR}.loss_agg_mode=token-mean", "loss_agg_mode", "warning", "weighed otherwise"),
+    (f"{PG} {ACTOR}.loss_agg_mode=token-mean", "loss_agg_mode", "warning", "get other weights"),
     (f"{PG} ~{ACTOR}.loss_scale_factor", "loss_scale_factor", "error", "padded width"),
     (f"{PG} {CORRECTION}.bypass_mode=False", "bypass_mode", "error", "which has True"),
-    (f"{PG} {CORRECTION}.rollout_is=token", "rollout_is", "warning", "nothing reads it in bypass mode"),
+    (f"{PG} {CORRECTION}.rollout_is=token", "rollout_is", "warning", "in bypass mode, which"),
     (f"+estimator=grpo_token_tis {CORRECTION}.rollout_is=token", "rollout_is", "error", "which has vp_token_tis"),
     (f"+estimator=trm {CORRECTION}=null", "rollout_rs", "error", "which has seq_max_k3"),
-    (f"+estimator=dapo {ACTOR}.clip_ratio_high=0.2", "clip_ratio_high", "warning", "clips elsewhere"),
+    (f"+estimator=dapo {ACTOR}.clip_ratio_high=0.2", "clip_ratio_high", "warning", "clips at other bounds"),
     (f"+precision=fp16 ~{ROLLOUT}.engine_kwargs.vllm", "worker_extension_cls", "warning", "weight-sync guard is off"),
-    (f"+precision=fp16 {ROLLOUT}.dtype=bfloat16", "rollout.dtype", "error", "every token's log-prob"),
+    (f"+precision=fp16 {ROLLOUT}.dtype=bfloat16", "rollout.dtype", "error", "the log-prob of every token"),
     ("+repeatable=bitwise data.seed=1", "data.seed", "warning", "which has 0"),
     ("+learning_rate=effective_sample ++actor_rollout_ref.actor.fsdp_config.learning_rate_ess_base=null", "ess_base",
      "warning", "which has 1.0"),
@@ -237,7 +237,7 @@ def test_who_decides_without_a_preset():
     rows = {row.what: row for row in training_table(composed(f"{ACTOR}.policy_loss.loss_mode=gpg"))}
     assert rows["loss"].value == "gpg" and rows["loss"].source == f"the command's {ACTOR}.policy_loss.loss_mode=gpg"
     assert rows["advantage"].source == "verl's default of algorithm.adv_estimator"
-    assert rows["clip range"].value == "none: the loss has no clip"
+    assert rows["clip range"].value == "none: the loss does not clip"
     rows = {
         row.what: row.value for row in training_table(compose_recipe("recipes/sanity/sanity.yaml", "estimator=dapo"))
     }
@@ -281,7 +281,7 @@ REPLACED = "is chosen: leave out the words that replace what it sets."
     ("Choose precision=fp16, or set a.dtype=fp16.", "Set a.dtype=fp16."),
     ("Choose estimator=pg_seq_is, pg_seq_tis or pg_seq_mis.", f"estimator=pg_seq_is {REPLACED}"),
     ("Choose estimator=pg_seq_tis or pg_seq_is, which do it.", f"estimator=pg_seq_is {REPLACED}"),
-    ("Choose a precision preset, whose engine does.", f"precision=fp16 {REPLACED}"),
+    ("Choose a precision preset; its engine reads it.", f"precision=fp16 {REPLACED}"),
     ("Choose a preset (precision=fp16) instead of setting dtype.", f"precision=fp16 {REPLACED}"),
     ("Set a.rescue_precision=fp16.", "Set a.rescue_precision=fp16."),
     ("Choose precision=bf16, or choose a pair.", "Choose precision=bf16, or choose a pair."),

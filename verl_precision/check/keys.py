@@ -51,7 +51,7 @@ def unread_word(config: DictConfig, key: str, value: object) -> ConfigurationErr
     section, row, rest = row_of(key)
     if section != "unread" or value in ("null", "", None) or "async_training" in config:
         return None
-    problem = "verl has kept the setting, and this main reads another: the value has no effect"
+    problem = "verl still has this setting, but this main reads another one: the value has no effect"
     remedy = f"Write {row}{rest}={value}."
     return ConfigurationError(problem, setting=key, value=value, allowed=f"{row}{rest}", remedy=remedy)
 

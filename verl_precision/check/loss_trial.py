@@ -1,4 +1,4 @@
-"""The policy loss in force is tried: called as verl's engine calls it, on the small batch of `losses/invariance.py`."""
+"""Tries the policy loss of a config on the small batch of `losses/invariance.py`, called as verl's engine calls it."""
 
 import inspect
 import warnings
@@ -38,7 +38,7 @@ def tried_loss(config: DictConfig) -> TriedLoss | None:
     name = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
     loss = POLICY_LOSS_REGISTRY.get(name)
     if loss is None:
-        return TriedLoss(problem="no loss of this name is registered here, and workers alone import model.external_lib")
+        return TriedLoss(problem="no loss of this name is registered here; only workers import model.external_lib")
     tried = TriedLoss(owner=_owner(loss), replaced=name in POLICY_LOSSES and not isinstance(loss, AdaptedLoss))
     try:
         with warnings.catch_warnings():
@@ -89,7 +89,7 @@ def _as_verl_calls(loss: Any, config: DictConfig) -> Loss:
         pair = tuple(returned) if isinstance(returned, tuple | list) else ()
         if len(pair) != 2 or not isinstance(pair[0], Tensor) or not isinstance(pair[1], Mapping):
             kinds = f"({', '.join(type(each).__name__ for each in pair)})" if pair else type(returned).__name__
-            raise UnusableLossError(f"it returns {kinds}, and verl unpacks a tensor and a dictionary of metrics")
+            raise UnusableLossError(f"it returns {kinds}, but verl expects a tensor and a dictionary of metrics")
         return pair[0]
 
     return call

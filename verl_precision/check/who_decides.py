@@ -1,4 +1,4 @@
-"""Who says each setting: verl, a recipe, a preset, or a word of the command?
+"""The origin of each setting: verl, a recipe, a preset, or a word of the command.
 
 A composed config does not know where its values come from. It names its sources, its choices and the command's words in
 Hydra's own node, which is enough to ask Hydra for the same list of files again, in the order in which it merges them.

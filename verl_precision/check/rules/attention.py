@@ -14,7 +14,7 @@ from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 MODEL = "actor_rollout_ref.model"
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
 VERLS_ATTENTION = "flash_attention_2"  # verl's default
-SDPA = "sdpa, which takes packed sequences too"
+SDPA = "sdpa, which supports packed sequences too"
 PADDING = f"{MODEL}.use_remove_padding"
 # verl.models.transformers.monkey_patch gives these a forward that knows where packed sequences end. It needs the
 # kernels of flash-linear-attention: transformers' own delta rule in torch takes `cu_seqlens` and does not read it.
@@ -32,12 +32,12 @@ def attention_refuses_fp32(config: DictConfig, environment: Environment) -> Iter
     full = list(_in_fp32(config))
     shared, attention = " and ".join(role for role in full if role != "critic"), attention_of(config)
     if shared and "flash" in attention:  # transformers tells it by the name, too
-        problem = f"FP32 of the {shared}: flash attention computes in 16 bits only, and would raise"
+        problem = f"FP32 of the {shared}: flash attention computes in 16 bits only, and would fail"
         yield Fault(ATTENTION, problem, SDPA, f"Set ++{ATTENTION}=sdpa.", value=attention)
     if "critic" in full:
         setting = "critic.fsdp.mixed_precision.param_dtype"
         problem = "verl loads every critic with flash_attention_2, whatever its config says, and that has no FP32"
-        remedy = f"Choose no critic, or set critic.fsdp.dtype=bfloat16 {setting}=bf16."
+        remedy = f"Use an estimator without a critic, or set critic.fsdp.dtype=bfloat16 {setting}=bf16."
         yield Fault(setting, problem, "bf16 or fp16", remedy)
 
 
@@ -65,8 +65,8 @@ def packed_delta_nets(config: DictConfig, environment: Environment) -> Iterator[
     if not packed or not gated_delta_nets(environment.model):
         return
     if (kind := environment.model.get("model_type")) not in PACKED_BY_VERL:
-        problem = f"the state of {kind}'s gated delta nets goes on from one packed sequence into the next"
-        yield Fault(PADDING, f"{problem}: verl 0.9.1 tells only {' or '.join(PACKED_BY_VERL)} where one ends", "False")
+        problem = f"the state of {kind}'s gated delta nets continues from one packed sequence into the next"
+        yield Fault(PADDING, f"{problem}: verl 0.9.1 separates them only for {' or '.join(PACKED_BY_VERL)}", "False")
 
 
 def gated_delta_nets(model: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -100,7 +100,7 @@ def dropout_in_update(config: DictConfig, environment: Environment) -> Iterator[
     if OmegaConf.select(config, ARITHMETIC_SETTING) == EXACT:  # not-exact says it there
         return
     for setting, key, rate in _rates(config, environment):
-        problem = f"an update drops {rate:.0%} of the elements ({key}), the rollout none: a mismatch in FP16 as in BF16"
+        problem = f"an update drops {rate:.0%} of the elements ({key}), the rollout none: FP16 does not help"
         remedy = f"Set {setting}=0.0, if need be with ++."
         if setting.endswith("_path"):
             remedy = f"Set lora_dropout to 0 in {setting}'s adapter_config.json."
@@ -143,13 +143,13 @@ def adapter_misplaced(config: DictConfig, environment: Environment) -> Iterator[
     if not (heads := _heads(adapter)):
         return
     setting, tied = f"{MODEL}.{name}", _is_tied({**environment.model, **(model.get("override_config") or {})})
-    allowed = "modules of the layers, which are wrapped and sent"
+    allowed = "modules inside the layers; those are wrapped and sent"
     without = "Train an adapter without it" if loaded else f"Set {setting}=all-linear"
     if not tied if strategy == "fsdp2" else heads != "lm_head":
         problem = f"{heads}: {strategy.upper()} cannot wrap a layer of PEFT's there, and the start fails"
         yield Fault(setting, problem, allowed, f"{without}.")
     if tied and lora_is_merged(config):
-        problem = f"{heads} is one matrix with another module (tie_word_embeddings): the rollout has one, you train two"
+        problem = f"{heads} shares its matrix (tie_word_embeddings): the rollout has one, you train two"
         yield Fault(setting, problem, allowed, f"{without}, or set {MODEL}.lora.merge=False.")
 
 

@@ -34,10 +34,10 @@ def engine_settings(config: DictConfig, environment: Environment) -> Iterator[Fa
             continue
         if shadow.enabled and path != ACTOR:
             switch = "ratio_source" if shadow.ratio_source == "shadow" else "every_n_steps"
-            problem, allowed = "only the actor has a ratio, and a shadow", "ratio_source=training and every_n_steps=0"
+            problem, allowed = "only the actor has a shadow", "ratio_source=training and every_n_steps=0"
             yield Fault(f"{path}.shadow.{switch}", problem, allowed, f"Set {ACTOR}.shadow instead.")
         elif shadow.enabled and short(shadow.dtype) != dtype:
-            problem, allowed = f"the shadow stands for the rollout, which runs in {dtype}", "the rollout's dtype"
+            problem, allowed = f"the shadow must have the rollout's dtype, which is {dtype}", "the rollout's dtype"
             remedy = f"Leave it out: the presets take it from {ROLLOUT}.dtype."
             yield Fault(f"{path}.shadow.dtype", problem, allowed, remedy)
 
@@ -54,24 +54,24 @@ def router_replay(config: DictConfig, environment: Environment) -> Iterator[Faul
     family, (ulysses, ranks) = environment.model.get("model_type"), actor.ulysses
     shadow = actor.node.get("shadow") or {}
     if not actor.ours:
-        remedy = "Choose a precision preset, whose engine does."
-        yield Fault(setting, "verl's own FSDP engine never reads it", "disabled", remedy)
+        remedy = "Choose a precision preset; its engine reads it."
+        yield Fault(setting, "verl's own FSDP engine does not read it", "disabled", remedy)
     if family and family not in FAMILIES:
-        problem = f"a model of type {family!r} has no router, or one that was not tested"
+        problem = f"a model of type {family!r} has no router, or its router was not tested"
         allowed = f"a mixture of experts of type {', '.join(FAMILIES)}"
         yield Fault(setting, problem, allowed, "Leave out the preset router_replay.")
     if (mode == "R3" or watched) and not sent:
-        yield Fault(SENT, "the rollout does not say which experts it has chosen", "True")
+        yield Fault(SENT, "the rollout does not report its choice of experts", "True")
     if mode == "R2" and OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"):
-        problem = "in bypass mode there is no old-log-prob pass whose choice could be replayed"
+        problem = "bypass mode has no old-log-prob pass, so there is no choice of experts to replay"
         yield Fault(setting, problem, "False, or R3", "Choose router_replay=rollout.")
     if ranks > 1:
-        yield Fault(ulysses, "a rank then sees a part of each sequence", "1")
+        yield Fault(ulysses, "each rank then has only a part of each sequence", "1")
     if not OmegaConf.select(config, PADDING):
-        yield Fault(PADDING, "choices belong to tokens, and padding has none", "True")
+        yield Fault(PADDING, "the replay assigns choices to tokens; it does not support padding", "True")
     if shadow.get("every_n_steps") or shadow.get("ratio_source") == "shadow":
         remedy = f"Set {actor.setting}.shadow.every_n_steps=0 {actor.setting}.shadow.ratio_source=training."
-        yield Fault(f"{actor.setting}.shadow", "its forward would choose experts of its own", "no shadow", remedy)
+        yield Fault(f"{actor.setting}.shadow", "its forward pass would choose other experts", "no shadow", remedy)
 
 
 @rule("rollout-unverified", "warning")
@@ -80,9 +80,9 @@ def rollout_unverified(config: DictConfig, environment: Environment) -> Iterator
     name = str(config.actor_rollout_ref.rollout.name)
     if name == "vllm" or OmegaConf.select(config, "mismatch.enabled") is not True:
         return
-    problem = "the tensors and layers that a weight sync brought are not verified here: only vLLM's workers can"
-    remedy = "Nothing, or vllm: docs/architecture.md says what holds with other engines."
+    problem = "only vLLM's workers can verify the tensors and layers of a weight sync"
+    remedy = "Do nothing, or use vllm; docs/architecture.md says what works with other engines."
     yield Fault(f"{ROLLOUT}.name", problem, "vllm", remedy)
     if OmegaConf.select(config, CANARY) and name not in PROMPT_LOG_PROBS:
-        problem = f"as verl drives it, a {name} server gives no log-probs of a prompt, or whole responses beside them"
+        problem = f"as verl drives it, a {name} server returns no log-probs of a prompt, or whole responses with them"
         yield Fault(CANARY, f"{problem}: no sync is verified", "0")

@@ -1,4 +1,4 @@
-"""Features that a config asks for and that the installed hosts cannot give: a symbol of the ledger is not as tested."""
+"""Features of a config that the installed verl or vLLM cannot provide: a symbol of the ledger has changed."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -74,6 +74,6 @@ def lost_features(config: DictConfig, environment: Environment) -> Iterator[Faul
     """The hosts are in the tested range, and one of their symbols is not: what needs it would break, or not come."""
     for name, lost in environment.lost.items():
         setting, without, severity = FEATURES[name]
-        problem = f"{name} cannot be had: {'; '.join(f'{symbol} {wrong}' for symbol, wrong in lost.items())}"
-        remedy = f"{REMEDY}, or do without: {without}."
-        yield Fault(setting, problem, "hosts as they were tested", remedy, severity=severity)
+        problem = f"{name} is not available: {'; '.join(f'{symbol} {wrong}' for symbol, wrong in lost.items())}"
+        remedy = f"{REMEDY}, or leave it out: {without}."
+        yield Fault(setting, problem, "verl and vLLM as they were tested", remedy, severity=severity)

@@ -57,7 +57,7 @@ def one_checkpoint(config: DictConfig, environment: Environment) -> Iterator[Fau
     """verl removes the former checkpoint before all of the new one is written."""
     setting = "trainer.max_actor_ckpt_to_keep"
     if saves(config) and OmegaConf.select(config, setting) == 1:
-        problem = "verl removes the former before the new one is complete: a run that ends in between has none"
+        problem = "verl removes the old checkpoint before the new one is complete; a run that ends in between has none"
         yield Fault(setting, problem, "2 or more, or null for all", f"Set {setting}=2.")
 
 
@@ -74,7 +74,7 @@ def checkpoint_space(config: DictConfig, machine: Machine) -> Iterator[Fault]:
     if machine.checkpoint_disk + earlier < needed:
         problem = f"{machine.checkpoint_disk / GIB:.1f} GiB are free there{held}; {number + 1} checkpoints of "
         problem += f"{one / GIB:.1f} GiB need {needed / GIB:.1f} GiB ({number} kept, and one being written)"
-        remedy = "Free some, name another folder, or keep fewer: trainer.max_actor_ckpt_to_keep."
+        remedy = "Free some space, name another folder, or keep fewer checkpoints: trainer.max_actor_ckpt_to_keep."
         yield Fault("trainer.default_local_dir", problem, "a folder on a disk with that much space", remedy)
 
 
@@ -122,8 +122,8 @@ def ray_resources(config: DictConfig, environment: Environment) -> Iterator[Faul
     gpus = ray_init.get("num_gpus") or 0
     if cpus is not None and cpus < needed:
         setting = "ray_kwargs.ray_init.num_cpus"
-        problem = f"verl asks Ray for {needed} logical CPUs, and waits for ever"
-        allowed = f"{needed} or more, whatever the number of cores"
+        problem = f"verl asks Ray for {needed} logical CPUs, and waits forever"
+        allowed = f"{needed} or more, independent of the number of cores"
         yield Fault(setting, problem, allowed, f"Set {setting}={needed}.", value=cpus)
     elif gpus < workers:
         setting = "ray_kwargs.ray_init.num_gpus"

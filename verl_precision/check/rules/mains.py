@@ -31,7 +31,7 @@ def parts_of_a_main(config: DictConfig, environment: Environment) -> Iterator[Fa
         "the layers of a weight sync. There do not: metrics and alarm of the mismatch, kept tokens, the canary, "
         "checkpoints by time or signal"
     )
-    remedy = f"{_instead(main)} for all of them; mismatch.enabled=False says that it is meant so."
+    remedy = f"{_instead(main)} to use all of them, or set mismatch.enabled=False if you do not need them."
     yield Fault("mismatch.enabled", problem, "verl's V1 trainer", remedy)
 
 
@@ -50,7 +50,7 @@ def asked_of_a_main(config: DictConfig, environment: Environment) -> Iterator[Fa
     }
     for setting in (setting for setting, is_asked in asked.items() if is_asked):
         remedy = f"{_instead(main)}, or leave the setting out."
-        yield Fault(setting, f"the trainer of {main} does not do it", "verl's V1 trainer", remedy)
+        yield Fault(setting, f"the trainer of {main} does not support it", "verl's V1 trainer", remedy)
 
 
 def _instead(main: str) -> str:
@@ -62,7 +62,7 @@ def advantage_not_computed(config: DictConfig, environment: Environment) -> Iter
     """An advantage estimator that needs what the V1 trainer does not give it ends in the first step."""
     name, others = str(config.algorithm.adv_estimator), "grpo, rloo, gae, reinforce_plus_plus, ..."
     if config.trainer.get("use_v1", True) and name in NOT_GIVEN:
-        problem = f"verl's V1 trainer does not give {name} what it needs: the first step fails"
+        problem = f"verl's V1 trainer does not pass {name} its inputs, so the first step fails"
         yield Fault("algorithm.adv_estimator", problem, others, f"Choose another estimator of advantages: {others}")
 
 

@@ -78,7 +78,7 @@ def _refuses_the_loss(fault: Fault) -> bool:
 def _of_this_machine(fault: Fault, rule: Rule, config: DictConfig, elsewhere: str) -> Fault:
     """Return a fault of the machine at hand as it counts where a config is only checked there."""
     if elsewhere:
-        problem = f"{fault.problem} The run is for another machine ({elsewhere}), which could not be looked at."
+        problem = f"{fault.problem} The run is for another machine ({elsewhere}), so this check did not look at it."
         remedy = f"Check again on that machine. There: {fault.remedy}"
         return replace(fault, severity="unchecked", problem=problem, remedy=remedy)
     if fault.severity != "error" or (rule.name == "model-missing" and not made_by_a_script(config)):

@@ -1,4 +1,4 @@
-"""What a rule is, what it finds, and what it may know beyond the config. How to add one: CONTRIBUTING.md."""
+"""A rule, its fault, and the facts it may use beyond the config. How to add one: CONTRIBUTING.md."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace

@@ -113,7 +113,7 @@ def unknown_names(config: DictConfig, environment: Environment) -> Iterator[Faul
         given = ",".join(str(name) for name in names_in(config, setting) if name).replace(" ", "").split(",")
         wrong = ", ".join(name for name in given if name not in ("", *known.split()))
         if wrong and (not when or OmegaConf.select(config, when) == value):
-            problem = f"there is no {wrong}: a worker raises at it, or leaves it out without a word"
+            problem = f"there is no {wrong}: a worker fails, or ignores it without a message"
             yield Fault(setting, problem, ", ".join(known.split()), "Correct the name.")
 
 
@@ -123,7 +123,7 @@ def ignored_settings(config: DictConfig, environment: Environment) -> Iterator[F
     for row in IGNORED:
         value, decides = OmegaConf.select(config, row.setting), OmegaConf.select(config, row.decider)
         if value not in (None, row.default) and decides in row.values:
-            problem = f"nothing reads it with {row.decider}={decides}"
+            problem = f"with {row.decider}={decides}"
             problem += f"; {row.instead} counts" if row.instead else ""
             yield Fault(row.setting, problem, str(row.default), "Remove it, or change what keeps it from being read.")
 
@@ -135,10 +135,10 @@ def not_repeatable(config: DictConfig, environment: Environment) -> Iterator[Fau
         return
     sampler = "trainer.v1.sampler.custom_sampler.name"
     needed: list[tuple[str, object, str]] = [
-        (f"{ROLLOUT}.max_num_seqs", 1, "a batch of other sequences rounds a sequence's logits differently"),
-        (f"{ROLLOUT}.enable_prefix_caching", False, "a prompt is computed in whole or in part, as requests come"),
-        ("mismatch.enabled", True, "verl's own trainer names prompts at random"),
-        (sampler, "SortedReplayBuffer", "a batch is in the order in which responses arrive"),
+        (f"{ROLLOUT}.max_num_seqs", 1, "the logits of a sequence are rounded differently in another batch"),
+        (f"{ROLLOUT}.enable_prefix_caching", False, "a prompt may be computed in parts"),
+        ("mismatch.enabled", True, "verl's own trainer gives prompts random names"),
+        (sampler, "SortedReplayBuffer", "a batch has the order in which responses arrive"),
     ]
     if OmegaConf.select(config, "trainer.v1.trainer_mode") != "sync":
         needed.append(("trainer.v1.trainer_mode", "vp_sync", "a response's weights depend on the machine's speed"))

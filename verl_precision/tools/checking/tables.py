@@ -1,4 +1,4 @@
-"""The two tables of a run: what computes and is kept in which dtype, and what is trained; each row with who decides."""
+"""The two tables of a run: its dtypes, and what is trained; each row names the setting that decides."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -37,10 +37,10 @@ def dtype_table(config: DictConfig) -> Iterator[Row]:
     yield from (Row(served.role, served.dtype, served.source) for served in served_models(config))
     yield Row("weights to the rollout", *transport_dtype(config))
     name = config.actor_rollout_ref.rollout.name
-    takes = "vLLM takes them in FP32" if name == "vllm" else f"as {name} gives them: not verified here"
+    takes = "vLLM computes them in FP32" if name == "vllm" else f"as {name} computes them: not verified here"
     yield Row("rollout log-probs", "fp32", takes)
     actor = engines(config)[0]
-    dtype, source = "fp32", "verl: autocast, or flash-attn's kernel, takes them in FP32"
+    dtype, source = "fp32", "verl: autocast, or flash-attn's kernel, computes them in FP32"
     if actor.our_fsdp and actor.node.get("fp32_log_probs", True):
         source = f"{actor.setting}.fp32_log_probs"
     elif actor.strategy == "megatron":
@@ -101,7 +101,7 @@ def _trained(config: DictConfig, get: Callable[[str], Any]) -> Iterator[tuple[st
 def _clip(loss: str, config: DictConfig, get: Callable[[str], Any]) -> tuple[str, ...]:
     ours, ratio = POLICY_LOSSES.get(loss), ratio_of(config.actor_rollout_ref.actor)
     if (ours is not None and "clip_low" not in ours.parameters) or (ours is None and ratio and ratio.clip is None):
-        return "none: the loss has no clip", LOSS
+        return "none: the loss does not clip", LOSS
     own = [f"{ACTOR}.clip_ratio_{side}" for side in ("low", "high")]
     low, high = (each if get(each) is not None else f"{ACTOR}.clip_ratio" for each in own)
     value, dual = f"{get(low)} below and {get(high)} above", f"{ACTOR}.clip_ratio_c"

@@ -1,4 +1,4 @@
-"""Words of a command that Hydra or verl does not take: unknown, renamed, gone, misspelt, there already.
+"""Words of a command that Hydra or verl refuses: unknown, renamed, removed, misspelt, already present.
 
 Where a key is meant is looked up in the config that the command composes, with its engine.
 """
@@ -50,7 +50,7 @@ def wrong_words(
         key, value, given = word.key_or_group, word.value(), word.input_line.partition("=")[2] or "VALUE"
         has_value = word.is_add() and key in known and OmegaConf.select(config, key) is not None
         if word in twice or (has_value and key not in origins and not isinstance(value, dict | list)):
-            problem, remedy = f"{path} has it already, and + adds", f"Write {word.input_line[1:]}, without the +."
+            problem, remedy = f"{path} has it already; + adds", f"Write {word.input_line[1:]}, without the +."
             errors[key] = ConfigurationError(problem, setting=key, value=given, remedy=remedy)
         elif word in groups:
             continue
@@ -97,7 +97,7 @@ def unknown(key: str, value: str, every: Iterable[str], deleted: bool = False) -
         if value == "null":  # it was the default, which is not null everywhere today
             remedy = _TO_DROP
     elif section == "gone":
-        problem, remedy = f"verl has no such setting any more: {row}", _TO_DROP
+        problem, remedy = f"verl has removed this setting: {row}", _TO_DROP
     elif section == "replaced":
         remedy = row if row.endswith(".") else f"{row}."
     elif HANDED_ON.search(key) and not deleted:
@@ -133,7 +133,7 @@ def added(config: DictConfig, overrides: Sequence[str]) -> Iterator[Fault]:
         severity: Severity = "error"
         group = "" if "." in key else next(iter(get_close_matches(key, preset_groups(), n=1, cutoff=0.8)), "")
         if group:  # Hydra adds it as a setting
-            problem, allowed = "there is no such group of presets, and nothing reads it", ", ".join(preset_names(group))
+            problem, allowed = "there is no preset group of this name", ", ".join(preset_names(group))
             error = ConfigurationError(problem, allowed=allowed, remedy=f"Did you mean +{group}={value}?")
         elif section := "" if "async_training" in config else row_of(key)[0]:  # its main reads old keys, too
             error, severity = unknown(key, value, every - {key}), "warning" if section == "gone" else "error"
