@@ -1,4 +1,4 @@
-"""The mismatch of parts of a batch: by how many versions of the weights a response is behind, and by turn.
+"""The mismatch of parts of a batch: by age of the weights that sampled a response, and by turn.
 
 A response of the current version was sampled with the weights that the trainer scores it with: its gap is precision
 alone. In asynchronous training others are older, and their gap is also what the policy has learned since. A turn of an
@@ -44,7 +44,7 @@ class MismatchByVersion:
     ) -> Self:
         """Measure a batch, or a part of one, given as `MismatchStatistics.measure` takes it.
 
-        `versions_behind` is that of each response; 0: sampled with the weights of `trainer_log_probs`.
+        `versions_behind` has a number for each response; 0: sampled with the weights of `trainer_log_probs`.
         """
         log_probs = {"trainer_log_probs": trainer_log_probs, "rollout_log_probs": rollout_log_probs}
         batch, found = flattened(log_probs, response_mask, advantages), {}
@@ -94,7 +94,7 @@ def beta_of_current_version(
     clip: ClipRange | None,
     ended: Tensor | None = None,
 ) -> PhantomStatistics:
-    """Measure the responses of the current version with the rollout in place of a shadow: alpha is 0, the gap is beta.
+    """Measure the responses of the current version with the rollout as shadow: alpha is 0, and the gap is beta.
 
     `versions_behind` is as `MismatchByVersion.measure` takes it, all else as `PhantomStatistics.measure`.
     """
@@ -129,7 +129,7 @@ def _turn_begins(mask_N: Tensor, offsets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MismatchByTurn(StatisticSet):
-    """The metrics `mismatch/turn_<k>/...`, mergeable; none where no response has a second turn."""
+    """The metrics `mismatch/turn_<k>/...`, mergeable; none if no response has a second turn."""
 
     prefix: ClassVar[str] = ""
 

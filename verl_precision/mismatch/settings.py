@@ -1,4 +1,4 @@
-"""Settings of measuring and of the alarm: the block `mismatch` of a config, which every preset switches on."""
+"""Settings of the measurement and of the alarm: the block `mismatch` of a config, which every preset switches on."""
 
 from __future__ import annotations
 
@@ -15,35 +15,30 @@ ON_ALARM = "mismatch.alarm.on_alarm"
 
 @settings("mismatch.alarm.{}".format)
 class AlarmSettings:
-    """When the alarm is raised, and what happens then; docs/alarm.md has the measured rates of the defaults.
+    """Settings of the alarm; docs/alarm.md has the measured rates of the defaults.
 
     Attributes:
-        on_alarm: `log` (say it and go on); `stop` (say it, and end the run if the alarm is severe); `rescue` (end the
-            run, and go on from before the trouble in FP16, as a run of its own).
-        action_patience: Further steps in a row with an alarm that a rescue cures, and none of a fault, before it
-            begins; ≥ 1.
-        baseline_steps: First steps that say what is normal for this run; ≥ 5.
-        allowed_growth: k3 may be this many times its baseline for ever; > 1. The mean |log-prob gap| goes with its
-            square, because k3 ≈ gap²/2: 3 allows it a factor of 1.73.
-        evidence_steps: Full steps of evidence before growth is an alarm. Higher: fewer false alarms, as many steps
-            later. Of all such steps, twice as many count too where every fourth one or more has the symptom.
-        extreme_gap: |π - μ| of a single token beyond which it counts as extreme; in (0, 1]. 1 switches the check off.
-        affected_fraction: Share of phantom-clipped tokens that is too much; in (0, 1]. 1 switches the check off.
-        effective_fraction: Effective sample size of a loss's weights, or of what verl's rejection keeps, as a share of
-            the responses (of the tokens, where tokens have weights), below which too few of them carry the gradient;
-            in [0, 1). 0 switches the check off.
-        persist_steps: Consecutive steps before extremes, tokens clipped for their rounding, or too few responses are
-            an alarm.
+        on_alarm: `log` (only log); `stop` (log, and end the run if the alarm is severe); `rescue` (end the
+            run, and resume in FP16 from before the alarm's evidence, as a new run).
+        action_patience: A rescue begins after this many further steps in a row with an alarm that a rescue can
+            cure, and without an alarm of a fault; ≥ 1.
+        baseline_steps: Number of first steps that give the run's baseline; ≥ 5.
+        allowed_growth: k3 may stay at this many times its baseline; > 1. The mean |log-prob gap| may grow by its
+            root, because k3 ≈ gap²/2: 3 allows a factor of 1.73.
+        evidence_steps: Steps of evidence before growth raises an alarm. Higher: fewer false alarms, as many steps
+            later. Interrupted growth also counts, over twice as many steps with the symptom in every fourth or more.
+        extreme_gap: A token is extreme if its |π - μ| is larger than this; in (0, 1]. 1 switches the check off.
+        affected_fraction: Largest allowed share of phantom-clipped tokens; in (0, 1]. 1 switches the check off.
+        effective_fraction: Smallest allowed effective sample size of weights, or after verl's rejection, as a share
+            of the responses (of the tokens, if tokens have weights); in [0, 1). 0 switches the check off.
+        persist_steps: Consecutive steps before extremes, phantom clipping or a small effective sample are an alarm.
         skipped_steps: Consecutive steps with a skipped update before that is an alarm.
-        loss_scale_minimum: The scale at or below which there is no room left; the engine's `loss_scale.minimum`. 0
-            switches the check off (a static scale of 1 is always there).
-        sync_pearson: Correlation of trainer and rollout probabilities below which they are not one policy; in [-1, 1).
-        sync_gap: Mean |log-prob gap|, nats, above which they are not one policy.
+        loss_scale_minimum: Alarm at or below this loss scale. 0 switches the check off (for a static scale of 1).
+        sync_pearson: Alarm if the correlation of trainer and rollout probabilities is below this; in [-1, 1).
+        sync_gap: Alarm if the mean |log-prob gap|, in nats, is above this.
     """
 
-    on_alarm: Literal["log", "stop", "rescue"] = Field(
-        default="log", description="The value log never ends or changes a run."
-    )
+    on_alarm: Literal["log", "stop", "rescue"] = Field(default="log", description="Use log; it only reports.")
     action_patience: int = Field(default=5, ge=1, strict=True)
     baseline_steps: int = Field(default=30, ge=5, strict=True)
     allowed_growth: float = Field(default=3.0, gt=1, strict=True, allow_inf_nan=False)
@@ -60,15 +55,15 @@ class AlarmSettings:
 
 @settings("mismatch.{}".format)
 class MismatchSettings:
-    """What is measured at every step, and what is done about it.
+    """Settings of the measurement at every step, and of the alarm.
 
     Attributes:
         enabled: False leaves verl's own trainer in place.
-        ratio_threshold: C ≥ 1 of the shares of responses within C; the paper's is 3.
-        keep_tokens: N, the responses of each step whose tokens are kept beside the metrics file; 0: none. At most 256.
-        keep_text: Whether their text is kept, too.
-        histograms: Whether to give those of the log-prob gap to the loggers that can show them (docs/metrics.md).
-        alarm: When to speak up.
+        ratio_threshold: C ≥ 1 for the metric "share of responses within C"; the paper uses 3.
+        keep_tokens: Number of responses of each step whose tokens are kept beside the metrics file; 0 to 256.
+        keep_text: Whether the text of these responses is kept, too.
+        histograms: Whether to log histograms of the log-prob gap, where a logger supports them (docs/metrics.md).
+        alarm: Settings of the alarm.
     """
 
     enabled: bool = Field(default=True, strict=True)
@@ -84,7 +79,7 @@ class MismatchSettings:
 
         require_threshold(self.ratio_threshold, "mismatch.ratio_threshold")
         if self.keep_tokens and not self.enabled:
-            problem = "verl's own trainer keeps none: mismatch.enabled=False leaves it in place"
+            problem = "verl's own trainer keeps no tokens, and mismatch.enabled=False keeps that trainer"
             remedy = "Set mismatch.enabled=True."
             raise ConfigurationError(problem, setting="mismatch.keep_tokens", value=self.keep_tokens, remedy=remedy)
 
