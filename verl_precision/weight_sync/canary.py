@@ -1,7 +1,7 @@
-"""The canary: do the log-probs that the rollout serves say that it has the trainer's weights? Pure torch.
+"""The canary compares log-probs of fixed sequences, as the rollout serves them, with the trainer's. Pure torch.
 
-After a sync each replica and the trainer score a few fixed token sequences. However an engine stores its weights, this
-sees all that moves log-probs by more than the rounding of the two dtypes does.
+After a sync each replica and the trainer score a few fixed token sequences. The test works for every storage format of
+the weights. It finds every fault that moves log-probs by more than the rounding of the two dtypes.
 """
 
 import math
@@ -114,7 +114,7 @@ class CanaryJudge:
         self._before = {rank: self._before[rank] if rank in same else now[rank] for rank in now}
         least = (NOTICEABLE if others > NOTICEABLE * unit else ALONE) * unit
         return [
-            f"replica {rank}: it answers as before this sync, to the last bit, while the trainer's log-probs moved by "
+            f"replica {rank}: its log-probs did not change at all, while the trainer's log-probs moved by "
             f"{moved:.3g} nats a token: it is stale"
             for rank, moved in trainer.items()
             if moved > least

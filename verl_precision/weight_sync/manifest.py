@@ -1,6 +1,6 @@
-"""A digest of every tensor that the trainer sends, as the last item of its weight stream.
+"""The manifest: a digest of every tensor that the trainer sends. It is the last item of the weight stream.
 
-The digest sees bits, not values: two tensors that differ in one rounding differ here, and NaN equals itself. It is a
+The digest depends on bits, not values: one different rounding changes it, and NaN equals itself. It is a
 set of weighted sums of whole numbers, computed without rounding, so it is the same on every device and in whatever
 pieces it is computed. The sums stay on the device, and all of them are fetched together, so that nothing waits for the
 device while weights are sent.
@@ -191,9 +191,9 @@ def differences(sent: dict[str, TensorDigest], received: dict[str, TensorDigest]
     for name in sorted(sent.keys() | received.keys()):
         a, b = sent.get(name), received.get(name)
         if b is None:
-            problems.append(f"{name}: sent by the trainer, never received")
+            problems.append(f"{name}: sent by the trainer, but not received")
         elif a is None:
-            problems.append(f"{name}: received, but the trainer did not send it")
+            problems.append(f"{name}: received, but not sent by the trainer")
         elif (a.dtype, a.shape) != (b.dtype, b.shape):
             problems.append(f"{name}: sent as {a.dtype}{a.shape}, arrived as {b.dtype}{b.shape}")
         elif a != b:
@@ -206,7 +206,7 @@ def rounded_on_the_way(received: dict[str, torch.dtype], rollout_dtype: torch.dt
     problems, rollout = [], dtype_name(rollout_dtype)
     for name, dtype in sorted(received.items()):
         if dtype.is_floating_point and dtype.itemsize > 1 and torch.finfo(dtype).eps > torch.finfo(rollout_dtype).eps:
-            problems.append(f"{name}: arrived in {dtype_name(dtype)}, too coarse for a rollout in {rollout}")
+            problems.append(f"{name}: arrived in {dtype_name(dtype)}, which has fewer bits than the {rollout} rollout")
     return problems
 
 

@@ -1,4 +1,4 @@
-"""What the rollout could verify of a weight sync, sent to the trainer in a file: verl drops what workers return."""
+"""The rollout's report on a weight sync. It travels in a file, because verl drops workers' return values."""
 
 import contextlib
 import json

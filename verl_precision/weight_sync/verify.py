@@ -1,4 +1,4 @@
-"""Does a layer compute what the weights it was sent say? It is compared with a layer built afresh from those weights.
+"""Does a layer compute with the weights that were sent? It is compared with a layer that is rebuilt from those weights.
 
 Reading parameters back is not enough, since a kernel may compute with a packed copy of a weight. So the reference is
 built by the layer's own loaders and packing, in the context in which vLLM built the live layer, and runs through the
@@ -75,7 +75,7 @@ def find_damage(layer: nn.Module, record: LayerRecord, repack: bool, model_dtype
         raise NotVerifiableError(not_built(error)) from error
     held, fresh = ({k: p for k, p in one._parameters.items() if p is not None} for one in (layer, reference))
     if unlike := sorted(held.keys() ^ fresh.keys()):  # packed in another way, or not at all
-        raise NotVerifiableError(f"only one of the layer and one that is built afresh has {', '.join(unlike)}")
+        raise NotVerifiableError(f"only one of the live layer and a rebuilt layer has {', '.join(unlike)}")
     packed_away = hasattr(reference, "cpu_linear")
     for name, expected in fresh.items():
         found = held[name]
@@ -87,13 +87,13 @@ def find_damage(layer: nn.Module, record: LayerRecord, repack: bool, model_dtype
         elif unequal := int((bit_view(found) != bit_view(expected)).sum()):
             return f"{name}: {unequal} of {expected.numel()} elements are not those that were sent"
     if packed_away and not _same_outputs(layer, reference, record):
-        return "it computes with a packed copy of other weights than it was sent"
+        return "its kernel computes with a packed copy of weights other than those that were sent"
     return None
 
 
 def not_built(error: Exception) -> str:
     """Return why a layer is not verified that could not be built afresh."""
-    return f"it cannot be built afresh ({type(error).__name__}: {error})"
+    return f"it cannot be rebuilt for comparison ({type(error).__name__}: {error})"
 
 
 def fresh_parameter(template: nn.Parameter, device: torch.device) -> Any:
@@ -156,14 +156,14 @@ def _same_outputs(layer: Any, reference: Any, record: LayerRecord) -> bool:
     """Compare what two layers with packed weights compute from one fixed random input, bit for bit."""
     weight = record.template.get("weight")
     if weight is None or weight.dim() != 2 or not hasattr(getattr(layer, "quant_method", None), "apply"):
-        raise NotVerifiableError("its kernel keeps a packed copy that this guard cannot run")
+        raise NotVerifiableError("its kernel keeps a packed copy of the weights, and this guard cannot run that kernel")
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(_PROBE_ROWS, weight.shape[-1], generator=generator).to(weight.dtype)
     live, expected = (bit_view(one.quant_method.apply(one, probe, bias=None)) for one in (layer, reference))
     if torch.equal(live, expected):
         return True
     if not torch.equal(live, bit_view(layer.quant_method.apply(layer, probe, bias=None))):
-        raise NotVerifiableError("its kernel gives another result each time")
+        raise NotVerifiableError("its kernel gives a different result at each call")
     return False
 
 

@@ -73,7 +73,7 @@ def test_a_logger_that_fails_costs_a_line_and_not_the_run(caplog):
     show({"wandb": SimpleNamespace(), "tensorboard": SimpleNamespace(writer=writer)})
     assert shown == [1, 2]
     said = [record.getMessage().partition(":")[0] for record in caplog.records]
-    assert said == [f"wandb could not show {name}" for name in (NAME, "alarm/raised")]
+    assert said == [f"wandb could not log {name}" for name in (NAME, "alarm/raised")]
 
 
 def test_an_alarm_is_a_row():

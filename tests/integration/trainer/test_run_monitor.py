@@ -227,7 +227,7 @@ def test_a_failing_micro_batch_is_logged_counted_and_left_out(caplog):
     unmeasurable = micro_batch(rollout_log_probs=None)
     found = measurement.measure({**ASKED, "bypass": False}, {"log_probs": TRAINER}, unmeasurable)
     assert found[FAILED].aggregate() == 1 and found[MISMATCH].aggregate().metrics() == {}
-    assert "could not be measured; training goes on" in caplog.text
+    assert "could not be measured; training continues" in caplog.text
 
 
 def test_a_failing_driver_measurement_is_counted_and_tried_again(caplog, monkeypatch):

@@ -1,4 +1,4 @@
-"""What verl asks of `torch.cuda`, answered for a CPU: `torch.cpu`, random state, and the memory of this process."""
+"""The functions of `torch.cuda` that verl calls, for a CPU: `torch.cpu`, random state, memory of this process."""
 
 import resource
 

@@ -1,4 +1,4 @@
-"""Which engine a config gets, and its build: one list of steps, `module = step(engine, module)`.
+"""Chooses the engine of a config and builds it in a list of steps, `module = step(engine, module)`.
 
 What a step leaves behind to take part in updates or weight streams is an `EnginePart`. A step of what most runs do
 without is an entry point (base/extensions.py) of the group `verl_precision.engine`, named after the setting of the

@@ -1,4 +1,4 @@
-"""A batch's fields in verl's transfer queue, by its keys."""
+"""The fields of a batch in verl's transfer queue, by key."""
 
 from typing import Any
 

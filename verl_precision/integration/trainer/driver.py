@@ -1,4 +1,4 @@
-"""What `check/preflight.py` has the driver do at Hydra's moments: name the run, own its folder, hear signals."""
+"""Tasks of the driver, called by `check/preflight.py`: name the run, lock its folder, receive signals."""
 
 import os
 from functools import partial

@@ -1,6 +1,6 @@
-"""Histograms and tables for W&B and TensorBoard: verl hands its loggers numbers alone.
+"""Histograms and tables for W&B and TensorBoard; verl passes only numbers to its loggers.
 
-A logger that fails costs a line in the log, and neither the run nor the other logger.
+If a logger fails, a line is logged; the run and the other logger continue.
 """
 
 import logging
@@ -39,7 +39,7 @@ def _show(tracking: Any, ways: Mapping[str, Callable[..., None]], name: str, *sh
         try:
             ways[backend](tracking.logger[backend], name, *shape)
         except Exception as error:  # somebody's run is under way, and does not need this picture
-            logger.warning("%s could not show %s: %r; training goes on, without it", backend, name, error)
+            logger.warning("%s could not log %s: %r; training continues without it", backend, name, error)
 
 
 def _wandb_histogram(wandb: Any, name: str, edges: np.ndarray, counts: np.ndarray, step: int) -> None:

@@ -1,4 +1,4 @@
-"""The trainer callback that measures the mismatch, judges it, shows it and remembers it (`trainers.py`).
+"""The trainer callback that measures the mismatch, updates the alarm, logs and saves (`trainers.py`).
 
 In decoupled mode verl has recomputed the trainer's log-probs, and the driver measures. In bypass mode, and wherever a
 shadow splits the gap, the worker measures in an update (`measurement.py`).
@@ -224,7 +224,7 @@ class RunMonitor:
 
     def load(self, folder: Path) -> None:
         """Take over the alarm's memory of a checkpoint, if it has one."""
-        read_state(folder / ALARM_FILE, self._take_over, "Restore it; or remove it, to begin with a new baseline.")
+        read_state(folder / ALARM_FILE, self._take_over, "Restore the file, or remove it to start with a new baseline.")
 
     def _take_over(self, state: dict[str, Any]) -> None:
         if unknown := state.keys() - self.alarm.state_dict().keys() - {"actions"}:  # of a run that acted
@@ -244,7 +244,7 @@ class RunMonitor:
             yield
         except Exception:  # somebody's run is under way, and does not need these numbers
             self._failures += 1
-            logger.exception("the mismatch could not be measured; training goes on, and the next step tries again")
+            logger.exception("the mismatch of this step could not be measured; training continues with the next step")
         finally:
             self._seconds += time.perf_counter() - start
 
