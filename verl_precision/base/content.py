@@ -1,4 +1,4 @@
-"""The content of files, told by their sizes and a sample of their bytes: fast for 100 GB, and wherever they lie."""
+"""Fingerprints of files, from their sizes and a sample of their bytes: fast for 100 GB, and independent of the path."""
 
 import hashlib
 import json

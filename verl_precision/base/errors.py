@@ -1,4 +1,4 @@
-"""The errors this package raises; each says the setting, the value got, what is allowed and what to do."""
+"""The errors of this package; each names the setting, its value, the allowed values and the remedy."""
 
 import sys
 import traceback
@@ -120,7 +120,7 @@ def ending_the_process(part: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said, remedy = str(error), "Nothing goes on unchecked. Mend the file that it names"
+        said, remedy = str(error), "The run stops because it cannot be checked. Correct the file that the error names"
         if isinstance(error, OSError) and error.filename is not None:
             said = describe(said, remedy=remedy)
         elif not isinstance(error, VerlPrecisionError):

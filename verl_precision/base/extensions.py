@@ -51,8 +51,8 @@ def features_asked_for(group: str, value_of: Callable[[str], object], promised: 
         if _asks(name, value_of) and name not in {point.name for point in points}:
             setting = name.partition(":")[0]
             raise ConfigurationError(
-                "what does this is not installed beside the plugin", setting=setting, value=value_of(setting),
-                allowed="a feature that is installed",
-                remedy="Install verl-precision again, as before: its list of features is of another version.",
+                "the part of this package that does this is not installed", setting=setting, value=value_of(setting),
+                allowed="an installed feature",
+                remedy="Install verl-precision again, as before: its list of features belongs to another version.",
             )  # fmt: skip
     return [point.load() for point in asked.values()]

@@ -1,4 +1,4 @@
-"""Files and folders that appear complete or not at all."""
+"""Writes files and folders so that they appear complete or not at all."""
 
 import json
 import os
@@ -45,15 +45,15 @@ def open_regular(path: Path, mode: str = "rb", most: float = LARGEST) -> Iterato
     with naming_file(path):
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
-            raise _unreadable(path, "it is no regular file, and was not opened")
+            raise _unreadable(path, "it is not a regular file, so it was not opened")
         if found.st_size > most:
-            raise _unreadable(path, f"it has {found.st_size} bytes, of which at most {most:.0f} are read")
+            raise _unreadable(path, f"it has {found.st_size} bytes; files of at most {most:.0f} bytes are read")
         with open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             yield cast(BinaryIO, file)
 
 
 def _unreadable(path: Path, problem: str) -> ConfigurationError:
-    return ConfigurationError(problem, setting="FILE", value=str(path), remedy="Mend it, or move it away.")
+    return ConfigurationError(problem, setting="FILE", value=str(path), remedy="Correct it, or move it away.")
 
 
 def table_of(module: str, name: str = "") -> Any:

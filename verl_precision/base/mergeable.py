@@ -26,7 +26,7 @@ SMALLEST_VARIANCE = 1e-12
 def _equal(mine: Any, theirs: Any) -> Any:
     if mine != theirs:
         problem = f"statistics with the settings {mine} and {theirs} cannot be merged"
-        raise ConfigurationError(problem, remedy="Give all micro-batches and ranks the same.")
+        raise ConfigurationError(problem, remedy="Use the same settings for all micro-batches and ranks.")
     return mine
 
 

@@ -1,4 +1,4 @@
-"""Values in Hydra's overrides: a config has them as they are, whatever characters they have."""
+"""Quotes values for Hydra's overrides, with any characters."""
 
 import re
 from pathlib import Path

@@ -85,7 +85,7 @@ def owned_here(folder: Path) -> bool:
 
 def owners(folder: Path) -> list[Owner]:
     """Return who has owned a folder, the last one last; what is no whole line of this module's is left out."""
-    file, remedy = _held.get(_key(folder)), "Remove it, if no run is at work there."
+    file, remedy = _held.get(_key(folder)), "Remove it if no run uses this folder."
     text = _text(file) if file else read_state(folder / OWNER_FILE, str, remedy) or ""
     return [owner for line in text.splitlines(keepends=True) if (owner := _owner(line))]
 
@@ -105,7 +105,7 @@ def _take(folder: Path, needs_locks: bool) -> Owner | None:
             if needs_locks or error.errno not in _NO_LOCKS:
                 file.close()
                 raise
-            logger.warning("the file system of %s has no locks: nothing keeps a second run out (%s)", folder, error)
+            logger.warning("the file system of %s has no file locks: a second run could use it too (%s)", folder, error)
         mine = Owner(socket.gethostname(), os.getpid(), this_job(), time.strftime("%Y-%m-%dT%H:%M:%S%z"))
         file.write(f"\n{json.dumps(asdict(mine))}\n".encode())  # the last line may have been cut short
         file.flush()
@@ -129,7 +129,7 @@ def _owner(line: str) -> Owner | None:
 def _last(file: IO[bytes]) -> Owner:
     """Return the owner of a locked file: it may not have written its line yet, or something is written behind it."""
     lines = _text(file).rstrip().splitlines() or [""]
-    return _owner(lines[-1] + "\n") or Owner("a host", 0, None, "a time that nobody knows")
+    return _owner(lines[-1] + "\n") or Owner("a host", 0, None, "an unknown time")
 
 
 def _key(folder: Path) -> tuple[int, Path]:

@@ -1,8 +1,7 @@
-"""Small files in which one start leaves its state to the next: read back as they were written, or refused in words.
+"""State files from one start of a run to the next: read exactly as written, or refused with an error.
 
-A killed process, a full disk, an editor or another version may have left anything in them. So a file is read whole, if
-it is a regular one, not too large, UTF-8, and JSON or YAML of plain values; then its content is taken strictly: no key
-more or less, no text for a number, and neither NaN nor infinity.
+Such a file may have any content. It must be a regular file, not too large, UTF-8, and JSON or YAML of plain values. Its
+content is checked strictly: exact keys, no text for a number, no NaN, no infinity.
 """
 
 import functools
@@ -33,7 +32,7 @@ def refused_in_words(what: str, remedy: str) -> Iterator[None]:
     except Exception as error:
         inner = error.problem if isinstance(error, CheckpointStateError) else ""
         problem = f"{what}: {inner}" if inner else f"{what} cannot be read ({error_in_one_line(error)[:_SHOWN]})"
-        raise CheckpointStateError(problem, allowed="what this version wrote", remedy=remedy) from error
+        raise CheckpointStateError(problem, allowed="a file that this version wrote", remedy=remedy) from error
 
 
 def read_state(path: Path, read: Callable[[Any], T], remedy: str) -> T | None:

@@ -1,4 +1,4 @@
-"""Tables and paragraphs on a terminal, of the same look for all verbs, which fold what is too long and cut nothing."""
+"""Tables and paragraphs on a terminal, with one look for all verbs; long text is wrapped, not cut."""
 
 import re
 import textwrap

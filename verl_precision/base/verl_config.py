@@ -1,4 +1,4 @@
-"""The dtypes a composed config asks for, and where each comes from.
+"""The dtypes of a composed config, and the setting that decides each.
 
 As verl 0.9.1 does it: FSDP computes in `mixed_precision.param_dtype` (BF16 where it is not set) and never reads
 `dtype`; Megatron reads `dtype`, and its optimizer keeps FP32 weights; VeOmni and TorchTitan compute in BF16 whatever is

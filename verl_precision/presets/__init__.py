@@ -1,4 +1,4 @@
-"""Hydra groups of this package, and what makes Hydra find them.
+"""The Hydra groups of this package, and the search path that lets Hydra find them.
 
 A run = recipe x precision x estimator x scale. Each preset is a small YAML of differences on verl's `ppo_trainer`:
 

@@ -177,7 +177,7 @@ ALONE = {
     "log with a line too long": ({"a.log": b"step:1 - a:1\n" + b"x" * (2**24 + 9)}, "line 2 has more than"),
     "log of bytes": ({"a.log": b"step:1 - critic/score/mean:0.5\n" + bytes(range(256))}, None),
     "memory of a process": ({"a.jsonl": linked("/proc/self/mem")}, "it cannot be read"),
-    "two files of metrics": ({"a.jsonl": HEALTHY, "b.jsonl": HEALTHY}, "several files could be meant"),
+    "two files of metrics": ({"a.jsonl": HEALTHY, "b.jsonl": HEALTHY}, "several files have metrics"),
 }
 CASES = {
     **{f"line: {name}": ({"metrics.jsonl": THREE + line}, "line 4") for name, line in FOURTH_LINES.items()},

@@ -1,7 +1,6 @@
 """The trainer callback of an alarm that acts, `mismatch.alarm.on_alarm=rescue` (docs/alarm.md): when.
 
-A rescue wants more than an alarm: a cause that it cures, evidence for some further steps, and no alarm of a fault, of
-which a change of the precision would only hide the cause.
+A rescue needs more than an alarm: a cause that it cures, evidence for some further steps, and no alarm of a fault.
 """
 
 import logging
@@ -58,6 +57,6 @@ class Remedy:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over a state."""
-        with refused_in_words("the state of what the alarm did", "Remove it, with the alarm's, to begin anew."):
+        with refused_in_words("the alarm's actions", "Remove it, and the alarm's state, to start again."):
             require_fields(Persistence, state["persistence"])
             self._persistence.load(state["persistence"])

@@ -1,4 +1,4 @@
-"""What an engine is asked, what it answers, and how it is set."""
+"""Requests, responses and settings of an engine."""
 
 import os
 from collections.abc import Mapping

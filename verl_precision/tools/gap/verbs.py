@@ -31,10 +31,10 @@ def explain(
     ] = None,
     recipe: Annotated[
         Path | None,
-        Option(help="A recipe's YAML, which has model, dtypes, sampling and 16 prompts. Options go before it."),
+        Option(help="Take model, dtypes, sampling and 16 prompts from a recipe's YAML. Write options before it."),
     ] = None,
     run: Annotated[
-        Path | None, Option(help="Folder or metrics file of a run: print the command that explains it.")
+        Path | None, Option(help="Folder or metrics file of a run: print the command that explains its gap.")
     ] = None,
 ) -> None:
     """Say which cause makes the gap between rollout and trainer, and what to do about it.
@@ -54,9 +54,9 @@ def explain(
     from verl_precision.tools.gap.explain.settings import Explanation
 
     if (recipe and run) or (overrides and not recipe):
-        raise BadParameter("allowed is --recipe with its overrides, or --run, or neither. Leave one out.")
+        raise BadParameter("give --recipe with its overrides, or --run, or neither. Leave one out.")
     if run is not None and given:
-        raise BadParameter(f"--run computes nothing. Leave out {command_option(min(given))}.")
+        raise BadParameter(f"--run only prints a command. Leave out {command_option(min(given))}.")
     if run is not None:
         with silence_third_party():
             from verl_precision.tools.gap.explain.from_run import show_run

@@ -1,4 +1,4 @@
-"""What an estimator decides of each token of a response: kept, clipped, phantom-clipped, masked or truncated.
+"""The estimator's decision on each token of a response: kept, clipped, phantom-clipped, masked or truncated.
 
 A loss of `POLICY_LOSSES` says it itself (`LossOutput`); its gradient, Σₜ sₜ ∇log π(yₜ), is what a token is given:
 

@@ -48,7 +48,7 @@ def write_page(path: Path, state: Mapping[str, Any], force: bool = False) -> Non
         problem, allowed = f"{path.parent} is not a folder", "a file in a folder that exists"
         remedy = "Make the folder first."
     elif path.exists() and not force and not (path.is_file() and MARK.encode() in path.read_bytes()[:2000]):
-        problem, allowed = "it exists and is not an earlier report", "a new file or an earlier report"
+        problem, allowed = "this file exists and is not an earlier report", "a new file or an earlier report"
         remedy = "Name another file, or add --force."
     else:
         write_file(path, page(state), replace=True)

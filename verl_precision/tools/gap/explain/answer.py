@@ -63,7 +63,7 @@ def show(job: Explanation, result: Result, console: Console) -> None:
         seen = f" Seen: {each.evidence}." if each.evidence else ""
         say(f"{each.variant.cause}: {each.cause.remedy}. Effect: {each.cause.effect}.{seen}")
     if left_out := result.attribution.left_out:
-        say(f"{left_out} tokens have no finite log-prob in some variant, and are left out.")
+        say(f"{left_out} tokens have no finite log-prob in at least one variant and are left out.")
 
 
 def write(folder: Path, job: Explanation, result: Result, envelope: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How a gap is shared among the steps of a path, and which steps are faults rather than the cost of a dtype.
+"""Divides a gap among the steps of a path, and finds steps that are faults and not the cost of a dtype.
 
 In a mixture of experts the effect of other choices is a cause of its own (`routing` in docs/gap.md). H(R) are
 the log-probs that the trainer's engine gives in FP32 when it computes with choices R. A step that changes the choices
@@ -171,7 +171,7 @@ def with_routing(
         if after.cause not in kept:
             moved = moved + routing.log_probs[after.name] - routing.log_probs[before.name]
         found.append(log_probs[after.name] - moved)
-    step = replace(chain[-1], name="routed", cause="routing", words="with the experts that it chooses itself")
+    step = replace(chain[-1], name="routed", cause="routing", words="with its own choice of experts")
     return [*chain, step], [*found, log_probs[chain[-1].name]]
 
 
