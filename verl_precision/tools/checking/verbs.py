@@ -45,12 +45,12 @@ def check(
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what will run in which dtype, what is wrong, and what to do.
+    """Show the dtypes of a run, the faults of its config, and their remedies. Nothing starts.
 
-    With a recipe, overrides, or a command (`check -- python -m verl.trainer.main_ppo ...`): its config, composed as
-    verl composes it. Without: versions, registrations, and whether the plugin is loaded. With --cluster: also whether
-    every node of that Ray has the same packages, the plugin, GPUs, and the recipe's files. With --model: whether its
-    weights fit FP16.
+    Give a recipe, overrides, or a command (`check -- python -m verl.trainer.main_ppo ...`); its config is composed as
+    verl does it. Without these, check shows versions, registrations and whether the plugin is loaded. With --cluster it
+    also compares packages, plugin, GPUs and files on every node of that Ray. With --model it checks whether weights fit
+    FP16.
     The exit code is 0 when there is no error, else 1.
     """
     if model is not None and config is not None:

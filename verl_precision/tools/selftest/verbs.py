@@ -21,8 +21,8 @@ def selftest(
 ) -> None:
     """Test whether this machine is fit for FP16 RL: short runs of verl, vLLM and Ray, overflows, planted faults.
 
-    One GPU is enough; on a CPU the checks that need one are not run, and a line says why. Writes selftest.json and the
-    log of each check. The exit code is 1 if a check failed.
+    One GPU is enough. On a CPU, checks that need a GPU are not run. Writes selftest.json and the log of each check. The
+    exit code is 1 if a check failed.
     """
     import torch
 
