@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The sanity test in miniature (section 4) | trainer: FSDP2 | rollout: vLLM | a CPU | arXiv 2510.26788
-# Builds the task, filters the problems, trains in each precision. Task and set that are there already are used again, and
-# a filter that was stopped goes on from there.
+# Builds the task, filters the problems, trains in each precision. An existing task and set are used again, and
+# an interrupted filter continues.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A pre-trained model in BF16 and in FP16 | trainer: FSDP2 | rollout: vLLM | a CPU, or SCALE=1x1_gpu | arXiv 2510.26788
-# Gets the model and the problems, keeps those that the model solves sometimes, trains in each precision. Stopped, the
-# same command goes on.
+# Gets the model and the problems, keeps those that the model solves sometimes, trains in each precision. After an
+# interruption the same command continues.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
