@@ -2,8 +2,8 @@
 
     python recipes/phantom_clipping/read_stall.py outputs/phantom_clipping/*-*
 
-The gain of a run is its progress from the mean reward of the first nine steps towards 0, the best reward, as a mean over
-nine steps. The stall is read at the step where the median cured run has half of it.
+The gain of a run is its progress from the mean reward of its first nine steps towards 0, the best reward; a mean over
+nine steps each. The stall is read at the step where the median cured run has half of it.
 """
 
 import argparse

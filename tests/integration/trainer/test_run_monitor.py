@@ -234,7 +234,7 @@ def test_a_failing_driver_measurement_is_counted_and_tried_again(caplog, monkeyp
     stored(monkeypatch, (-1.0, -2.0), old_log_probs=[torch.tensor([1, 2])])
     judge = monitor()
     assert measured_by(judge, batch_of(0)) == {"mismatch/failed_measurements": 1}
-    assert len(caplog.records) == 1 and "the next step tries again" in caplog.text
+    assert len(caplog.records) == 1 and "continues with the next step" in caplog.text
     stored(monkeypatch, (-1.0, -2.0))
     metrics = measured_by(judge, batch_of(0))
     assert metrics["mismatch/tokens"] == 2 and metrics["mismatch/failed_measurements"] == 0
