@@ -40,7 +40,7 @@ def _asks(name: str, value_of: Callable[[str], object]) -> bool:
 
 
 def features_asked_for(group: str, value_of: Callable[[str], object], promised: Iterable[str] = ()) -> list[Any]:
-    """Return the objects of a group whose settings are in use, each once, in the order of their names.
+    """Return the objects of a group whose settings are switched on, each once, sorted by name.
 
     `value_of` returns the value of a setting, None where there is none. A feature that is `promised`, asked for and not
     installed is a ConfigurationError: it would be left out in silence.

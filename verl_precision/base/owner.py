@@ -42,7 +42,7 @@ _one_at_a_time = threading.Lock()  # the kernel's lock lets other threads of thi
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="ignore"))  # a later version may say more
 class Owner:
-    """A process that owns a folder, or has owned it."""
+    """A present or former owner of a folder."""
 
     host: str
     process: int
@@ -56,12 +56,12 @@ class Owner:
 
 
 def this_job() -> str | None:
-    """Return the id of the job that this process belongs to; None where nobody gave one."""
+    """Return the id of this process's job, or None."""
     return next((os.environ[name] for name in _JOB_IDS if os.environ.get(name)), None)
 
 
 def take(folder: Path, wait_seconds: float = 0.0, needs_locks: bool = False) -> Owner | None:
-    """Own a folder, which is made, until this process ends or calls `release`; return who owns it already, if any.
+    """Create and lock a folder until this process ends or calls `release`; return another process that owns it, if any.
 
     With `wait_seconds`, ask again until then. A file system without locks is an OSError where it `needs_locks`.
     """
@@ -72,7 +72,7 @@ def take(folder: Path, wait_seconds: float = 0.0, needs_locks: bool = False) -> 
 
 
 def release(folder: Path) -> None:
-    """Give up a folder that this process owns; another one's is left alone."""
+    """Release a folder if this process owns it."""
     with _one_at_a_time:
         if file := _held.pop(_key(folder), None):
             file.close()
@@ -84,7 +84,7 @@ def owned_here(folder: Path) -> bool:
 
 
 def owners(folder: Path) -> list[Owner]:
-    """Return who has owned a folder, the last one last; what is no whole line of this module's is left out."""
+    """Return the owners of a folder, the latest last; incomplete lines are ignored."""
     file, remedy = _held.get(_key(folder)), "Remove it if no run uses this folder."
     text = _text(file) if file else read_state(folder / OWNER_FILE, str, remedy) or ""
     return [owner for line in text.splitlines(keepends=True) if (owner := _owner(line))]

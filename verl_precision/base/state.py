@@ -26,7 +26,7 @@ _adapter = functools.cache(lambda kind: TypeAdapter(kind, config=STRICT))
 
 @contextmanager
 def refused_in_words(what: str, remedy: str) -> Iterator[None]:
-    """Have any error of the code inside, which reads `what`, be a CheckpointStateError: rubbish may raise anything."""
+    """Turn any error of the block, which reads `what`, into a CheckpointStateError."""
     try:
         yield
     except Exception as error:
@@ -36,7 +36,7 @@ def refused_in_words(what: str, remedy: str) -> Iterator[None]:
 
 
 def read_state(path: Path, read: Callable[[Any], T], remedy: str) -> T | None:
-    """Return what `read` makes of a file's JSON or YAML, or else of its text; None where there is no file.
+    """Return the result of `read` on a file's JSON, YAML or text; None if there is no file.
 
     Raises:
         CheckpointStateError: If it cannot be opened or understood, or `read` raises.
@@ -55,12 +55,12 @@ def read_state(path: Path, read: Callable[[Any], T], remedy: str) -> T | None:
 
 
 def checked(kind: Any, value: Any) -> Any:
-    """Return a plain value as one of a type; raise ValueError for another, strictly, and for NaN and infinity."""
+    """Return a value of exactly this type; raise ValueError for other types, NaN and infinity."""
     return _adapter(kind).validate_python(value)
 
 
 def require_fields(kind: type, state: Mapping[str, Any]) -> None:
-    """Raise unless each value of a state is strictly of the type that a dataclass, its owner, gives the field."""
+    """Raise unless each value of a state has exactly the type of its field in the dataclass."""
     kinds = get_type_hints(kind, include_extras=True)
     for name, value in state.items():
         if is_dataclass(kinds[name]):
@@ -70,7 +70,7 @@ def require_fields(kind: type, state: Mapping[str, Any]) -> None:
 
 
 def plain_yaml(text: str) -> Any:
-    """Return the values of YAML without aliases, whose unfolding may be endless; deep ones overflow libyaml's stack."""
+    """Return the values of YAML; aliases and deep nesting are refused."""
     import yaml
 
     loader, depth = getattr(yaml, "CSafeLoader", yaml.SafeLoader), 0

@@ -117,7 +117,7 @@ def _engine(role: str, path: str, owner: DictConfig) -> Engine:
 
 
 def engine_kwargs(config: DictConfig) -> DictConfig:
-    """Return what is passed through to the rollout engine; it overrides verl's own arguments."""
+    """Return the arguments that verl passes unchanged to the rollout engine; they override verl's own."""
     rollout = config.actor_rollout_ref.rollout
     return (rollout.get("engine_kwargs") or {}).get(rollout.name) or DictConfig({})
 

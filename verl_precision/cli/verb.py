@@ -36,7 +36,7 @@ _TYPES = {"int": "N", "float": "NUMBER", "Path": "PATH"}
 
 
 class _Installed(Mapping[str, TyperCommand]):
-    """The verbs that are installed with this package: each is imported when it is asked for."""
+    """The installed verbs; each is imported when it is used."""
 
     def __init__(self) -> None:
         self._points: dict[str, metadata.EntryPoint] = {}
@@ -81,7 +81,7 @@ class _Verbs(TyperGroup):
         return option
 
     def main(self, *args: Any, **settings: Any) -> Any:
-        """Run what was typed; a disk or a stream that refuses it ends it in words."""
+        """Run the typed command; an error of a disk or stream ends it with a message."""
         if not self.commands:
             say("error: this copy is not installed, or is of another version. In a clone: pip install .", errors, "red")
             sys.exit(1)
@@ -107,7 +107,7 @@ _REMEDIES |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Name a pla
 
 
 def _words_of(error: OSError) -> str:
-    """Return what the system has refused, of which file, and what to do; some libraries' errors have words alone."""
+    """Return the system's error with its file and a remedy; some libraries' errors have only a text."""
     if error.errno is None:
         return str(error) or type(error).__name__
     words = f"{error.filename or 'the output'}: {sentence(error.strerror or '')}"
@@ -130,7 +130,7 @@ _PROGRESS_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # huggingface_hub and transform
 
 
 def say(text: str, to: Console = console, style: str | None = None) -> None:
-    """Print a text as it is; on a terminal its lines end between words."""
+    """Print a text without markup; on a terminal it is wrapped between words."""
     to.print(paragraph(text, to), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -152,7 +152,7 @@ def silence_third_party() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Verb:
-    """What a user types by its name, which is that of its entry point."""
+    """A verb of the command line; its name is that of its entry point."""
 
     function: Callable[..., None]  # its docstring is the help, its parameters are the options
     job: str
@@ -223,7 +223,7 @@ def verb(
 
 
 def run_job(job: Any, session: Callable[[Any, Console], object]) -> None:
-    """Run a job with a folder, in which it is continued."""
+    """Run a job; a repeated command continues it in the same folder."""
     with after_ctrl_c(f"every process has ended. Finished work is in {job.folder}; the same command continues it"):
         session(job, console)
 

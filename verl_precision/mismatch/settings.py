@@ -85,6 +85,6 @@ class MismatchSettings:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> MismatchSettings:
-        """Return the settings in a config's block `mismatch`; what it leaves out has its default."""
+        """Return the settings in a config's block `mismatch`; missing ones have their defaults."""
         values = dict(config.get("mismatch") or {})
         return cls(**values | {"alarm": AlarmSettings(**(values.get("alarm") or {}))})

@@ -16,7 +16,7 @@ SAMPLE = 4096  # elements looked at in one tensor, at most
 
 
 class Bf16Grid:
-    """Shares of the weights whose BF16 value has changed since the sync before, and that BF16 cannot hold.
+    """Share of weights whose BF16 value changed since the last sync, and share that BF16 cannot represent.
 
         f̂ = Σₜ nₜ·cₜ/mₜ / Σₜ nₜ
 

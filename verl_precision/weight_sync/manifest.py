@@ -48,7 +48,7 @@ class TensorDigest:
 
 
 class StreamDigest:
-    """The digests of a stream of tensors, on their way: `add` only gives work to the device, `fetch` waits for it."""
+    """The digests of a stream of tensors: `add` only queues work on the device, `fetch` waits for it."""
 
     def __init__(self) -> None:
         self._described: dict[str, tuple[torch.dtype, torch.Size]] = {}
@@ -180,7 +180,7 @@ def read_manifest(tensor: Tensor) -> tuple[dict[str, TensorDigest], str | None]:
 
 
 def digest_of_all(digests: dict[str, TensorDigest]) -> int:
-    """Return 40 bits of all digests, which a metric holds exactly; of equal weights, equal in whatever order."""
+    """Return 40 bits of all digests, which a metric holds exactly; independent of the order of tensors."""
     text = json.dumps({name: asdict(digest) for name, digest in digests.items()}, sort_keys=True)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:5], "big")
 
@@ -202,7 +202,7 @@ def differences(sent: dict[str, TensorDigest], received: dict[str, TensorDigest]
 
 
 def rounded_on_the_way(received: dict[str, torch.dtype], rollout_dtype: torch.dtype) -> list[str]:
-    """Return one line for each tensor with fewer bits of mantissa than the rollout holds, those of 8 bits left out."""
+    """Return one line for each tensor with fewer bits of mantissa than the rollout has; 8-bit tensors are left out."""
     problems, rollout = [], dtype_name(rollout_dtype)
     for name, dtype in sorted(received.items()):
         if dtype.is_floating_point and dtype.itemsize > 1 and torch.finfo(dtype).eps > torch.finfo(rollout_dtype).eps:

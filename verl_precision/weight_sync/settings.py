@@ -28,11 +28,11 @@ class SyncSettings:
 
 
 def sync_settings(config: Mapping[str, Any]) -> SyncSettings:
-    """Return the settings in a config's block `weight_sync`, those of the canary left out."""
+    """Return the settings in a config's block `weight_sync`, without those of the canary."""
     block = config.get("weight_sync") or {}
     return SyncSettings(**{key: value for key, value in block.items() if key != "canary"})
 
 
 def canary_settings(config: Mapping[str, Any]) -> CanarySettings:
-    """Return the settings in a config's block `weight_sync.canary`; what it leaves out has its default."""
+    """Return the settings in a config's block `weight_sync.canary`; missing ones have their defaults."""
     return CanarySettings(**((config.get("weight_sync") or {}).get("canary") or {}))

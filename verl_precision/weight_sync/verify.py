@@ -23,7 +23,7 @@ _PROBE_ROWS = 4  # more than one: some layers have a kernel of their own for a s
 
 @dataclass
 class LayerRecord:
-    """What one layer was sent in one sync."""
+    """The tensors that one layer received in one sync."""
 
     template: dict[str, nn.Parameter]  # the parameters before any packing, on the meta device or live
     loaders: dict[str, Callable[..., Any]]  # parameter name -> the layer's own weight loader, without wrappers
@@ -40,11 +40,11 @@ class LayerRecord:
 
 
 class NotVerifiableError(Exception):
-    """A layer cannot be compared with one that is built afresh; the message says why."""
+    """A layer cannot be compared with a rebuilt one; the message gives the reason."""
 
 
 def layers_with_parameters(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers that have parameters of their own, by name."""
+    """Return the layers that hold parameters directly, by name."""
     return {
         name: layer for name, layer in model.named_modules() if any(p is not None for p in layer._parameters.values())
     }
@@ -61,7 +61,7 @@ def shared_parameter_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]
 
 @torch.no_grad()
 def find_damage(layer: nn.Module, record: LayerRecord, repack: bool, model_dtype: torch.dtype) -> str | None:
-    """Return proof that a layer of the rollout does not compute what it was sent, or None if it does.
+    """Return proof that a layer of the rollout does not compute with the sent weights, or None.
 
     All parameters are compared bit for bit with those of a layer that is built afresh, and the outputs on a fixed probe
     where the live layer computes with a packed copy (`repack`: it was packed after loading). Where no reference can be
@@ -92,12 +92,12 @@ def find_damage(layer: nn.Module, record: LayerRecord, repack: bool, model_dtype
 
 
 def not_built(error: Exception) -> str:
-    """Return why a layer is not verified that could not be built afresh."""
+    """Return why a layer cannot be rebuilt and so is not verified."""
     return f"it cannot be rebuilt for comparison ({type(error).__name__}: {error})"
 
 
 def fresh_parameter(template: nn.Parameter, device: torch.device) -> Any:
-    """Return a parameter as vLLM's loaders want it, with a template's layout, class and attributes, not its values."""
+    """Return a parameter for vLLM's loaders, with a template's layout, class and attributes, but not its values."""
     # empty_like would take a slow path, written in Python, where the template is on the meta device.
     fresh: Any = torch.empty_strided(template.size(), template.stride(), dtype=template.dtype, device=device)
     fresh.__class__ = template.__class__

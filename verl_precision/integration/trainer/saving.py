@@ -38,7 +38,7 @@ class CheckpointSettings:
 
 
 def checkpoint_settings(config: DictConfig) -> CheckpointSettings:
-    """Return the settings in a config's block `checkpoint`; what it leaves out has its default."""
+    """Return the settings in a config's block `checkpoint`; missing ones have their defaults."""
     return CheckpointSettings(**(OmegaConf.select(config, "checkpoint") or {}))
 
 
