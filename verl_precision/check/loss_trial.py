@@ -27,7 +27,7 @@ KEYWORDS = "old_log_prob log_prob advantages response_mask loss_agg_mode config 
 
 
 def tried_loss(config: DictConfig) -> TriedLoss | None:
-    """Return what came of trying the loss of a config that verl accepts; None where no policy loss is in force."""
+    """Return the result of trying the loss of a config that verl accepts; None if it has no policy loss."""
     distilled = config.get("distillation") or {}
     if distilled.get("enabled") and not (distilled.get("distillation_loss") or {}).get("use_task_rewards", True):
         return None  # verl multiplies it by 0

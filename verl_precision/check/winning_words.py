@@ -43,7 +43,7 @@ class WinningWord:
 
     @property
     def contradicts(self) -> bool:
-        """Whether the command says two things.
+        """Whether the command contradicts itself.
 
         A scale is a place to begin: batch sizes, GPUs, paths and saving are changed on it in every recipe's run, and
         what does not fit the machine is a fault of its own. Words over a scale are in `--json` alone, and stay.

@@ -33,7 +33,7 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One host symbol that this package depends on."""
+    """One symbol of verl or vLLM that this package depends on."""
 
     module: str
     name: str  # dotted, inside the module
@@ -245,7 +245,7 @@ def _installed(entry: LedgerEntry) -> str:
 
 
 def already_registered(what: str, owner: Any) -> RegistrationError:
-    """Return the error for a name of the host's that another package owns."""
+    """Return the error for a name in verl that another package has registered."""
     name = f"{getattr(owner, '__module__', '?')}.{getattr(owner, '__qualname__', owner)}"
     remedy = "Remove the other package, or run without this one: VERL_USE_EXTERNAL_PLUGINS=none."
     return RegistrationError(f"{what} is already registered by {name}", allowed="one owner per name", remedy=remedy)

@@ -33,7 +33,7 @@ logger.addHandler(_handler)
 
 
 class Registration(NamedTuple):
-    """One thing offered to a host module."""
+    """One registration with a module of verl or vLLM."""
 
     what: str  # as shown to the user
     host_module: str  # whose import triggers it

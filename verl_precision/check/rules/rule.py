@@ -17,7 +17,7 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "unchecked")  # in the o
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong with a composed config. What a rule leaves out is filled in."""
+    """One fault of a composed config; missing fields have defaults."""
 
     setting: str = ""  # full path of the setting
     problem: str = ""  # what happens because of it

@@ -70,7 +70,7 @@ def register_engine(engine: type, model_type: str, backend: str, key: tuple[str,
 
 @dataclass(frozen=True)
 class EnginePart:
-    """Takes part in what an engine does after its build; what is left out does nothing."""
+    """Hooks into an engine after its build; missing hooks do nothing."""
 
     # (data, verl's loss function) -> the loss function of the update whose batch is `data`
     watched: Callable[[Any, Callable], Callable] = lambda data, loss_function: loss_function

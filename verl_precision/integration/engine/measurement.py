@@ -42,7 +42,7 @@ logger = logging.getLogger("verl_precision.mismatch")
 
 
 class MeasureOrder(TypedDict):
-    """What the trainer asks the worker to measure; plain data, because it travels with a batch."""
+    """The trainer's request to measure, as plain data that travels with a batch."""
 
     mismatch: bool  # is the gap itself measured here? else the driver does that
     rollout_as_shadow: bool  # where no shadow runs, is the rollout to stand for one?

@@ -31,7 +31,7 @@ _OF_LAYER = re.compile(r"(.*?)\.((?:base_layer|lora_\w+)\..*)")
 
 @dataclass(frozen=True)
 class Source:
-    """What a tensor of the model is made of."""
+    """The parts of a tensor of the model."""
 
     name: str  # in the state dict
     layer: Any = None  # of the adapter, without weights; None: the tensor is taken as it is

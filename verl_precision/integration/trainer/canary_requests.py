@@ -60,7 +60,7 @@ class TrainerCanary:
             self._give_up(f"as verl drives it, a {name} server does not return log-probs of a prompt")
 
     def on_init_end(self, proceed, *args, **kwargs):
-        """Ask once the first weights are there."""
+        """Send requests after the first weight sync."""
         proceed(*args, **kwargs)
         self._ask_synced()
 
@@ -111,7 +111,7 @@ class TrainerCanary:
             ]
 
     def collect(self) -> None:
-        """Take the answers, once the step has been sampled and before replicas sleep."""
+        """Collect the answers after sampling and before replicas sleep."""
         start = time.perf_counter()
         asked, self._asked = self._asked, {}
         for rank, futures in asked.items():

@@ -69,7 +69,7 @@ def _whole(folder: Path) -> set[str]:
 
 
 def mend_tracker(config: DictConfig) -> None:
-    """Have verl go on from the newest complete checkpoint, where its tracker names none; say so.
+    """If verl's tracker names no complete checkpoint, make verl resume from the newest complete one, and log it.
 
     Without tracker and complete checkpoint, a run begins from scratch, and this says beside which; with a tracker alone
     it is refused. Runs that do not resume by it, or have other engines than FSDP, are left alone.
@@ -106,7 +106,7 @@ def mend_tracker(config: DictConfig) -> None:
 
 
 def adopt_earlier(checkpoint_manager: Any, local_path: str, keep: int | None) -> None:
-    """Have verl's checkpoint manager remember the checkpoints of earlier starts, which it removes in its usual order.
+    """Add the checkpoints of earlier starts to verl's checkpoint manager, which removes them in its usual order.
 
     Incomplete ones go first; those with a file `KEEP` stay. The newest complete one, from which a run would go on,
     outlives the saving of the next: with `keep=1` verl removes what it remembers as soon as the new shards are there.

@@ -40,7 +40,7 @@ class Driver:
             self._requests.listen()
 
     def end(self, config: DictConfig, completed: bool) -> None:
-        """End with the exit code of a run that was asked to end, if that is why it has ended; or hand over."""
+        """End with the exit code of a run that ended on request, or start the rescue."""
         if self._requests is not None:
             self._requests.end(completed)
             if completed:

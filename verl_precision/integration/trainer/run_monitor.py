@@ -45,7 +45,7 @@ logger = logging.getLogger("verl_precision.mismatch")
 
 
 class RunMonitor:
-    """Measures, judges and remembers for one run; what is measured stays statistics until the step ends."""
+    """Measures, updates the alarm and saves its state for one run; statistics become numbers at the end of a step."""
 
     def __init__(self, trainer: Any) -> None:
         """Read from a trainer's config what decides where to measure, and what."""
@@ -194,7 +194,7 @@ class RunMonitor:
         return found
 
     def judge(self, step: int, metrics: MutableMapping[str, Any]) -> MismatchAlarmError | None:
-        """Feed the alarm, say what it raises, and return the error that is to end the run, if one is."""
+        """Update the alarm, log what it raises, and return the error that should end the run, if any."""
         stop, start = None, time.perf_counter()
         self._raised = self.alarm.update(step, metrics)
         self.first_alarm_step = min((alarm.since_step for alarm in self._raised), default=None)
@@ -215,7 +215,7 @@ class RunMonitor:
             log_table(tracking, "alarm/raised", [alarm.row() for alarm in self._raised], step)
 
     def save(self, folder: Path, metrics: Mapping[str, Any]) -> None:
-        """Write the alarm's memory beside a checkpoint, and the finite numbers of its step, for the model card."""
+        """Write the alarm's state beside a checkpoint, and the finite metrics of its step, for the model card."""
         state = self.alarm.state_dict() | {name: memory.state() for name, memory in self.memories.items()}
         write_file(folder / ALARM_FILE, json.dumps(state), replace=True)
         numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, Real)}
@@ -223,7 +223,7 @@ class RunMonitor:
         write_file(folder / STEP_METRICS, json.dumps(finite), replace=True)
 
     def load(self, folder: Path) -> None:
-        """Take over the alarm's memory of a checkpoint, if it has one."""
+        """Load the alarm's state from a checkpoint, if it has one."""
         read_state(folder / ALARM_FILE, self._take_over, "Restore the file, or remove it to start with a new baseline.")
 
     def _take_over(self, state: dict[str, Any]) -> None:
@@ -238,7 +238,7 @@ class RunMonitor:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Time a measurement; if it fails, say so and count it. The run goes on, and the next step tries again."""
+        """Time a measurement; if it fails, log and count it. The run continues."""
         start = time.perf_counter()
         try:
             yield

@@ -34,7 +34,7 @@ _SCRATCH = "default_of_a_setting"
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunSettings:
-    """A run, as its config has it or as its folder's record does."""
+    """The settings of a run, from its config or from its folder's record."""
 
     settings: dict[str, Any]  # every setting that counts, resolved, by its full name
     chosen: list[str]  # those that have not their default

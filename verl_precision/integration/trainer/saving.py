@@ -32,7 +32,7 @@ logger = logging.getLogger("verl_precision")
 
 @settings("checkpoint.{}".format)
 class CheckpointSettings:
-    """The block `checkpoint`: a run saves at the end of its last step, and of one when its checkpoint is so old."""
+    """The block `checkpoint`: a run saves after its last step, and when its latest checkpoint is this old."""
 
     every_minutes: float = Field(default=0.0, ge=0, strict=True, allow_inf_nan=False, description="Set 60, or 0: off.")
 
@@ -55,7 +55,7 @@ def saves(config: DictConfig) -> bool:
 
 
 class Saving:
-    """The trainer callback that saves, marks and ends as it is asked to; the outermost, which sees all that others did.
+    """The trainer callback that saves, marks checkpoints and ends the run on request; it is the outermost callback.
 
     verl saves before the alarm has judged the step: its memory is written again then.
     """

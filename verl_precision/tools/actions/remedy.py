@@ -52,7 +52,7 @@ class Remedy:
         return begun
 
     def state(self) -> dict[str, Any]:
-        """Return plain JSON from which a resumed run goes on."""
+        """Return plain JSON for a resumed run."""
         return {"persistence": self._persistence.state()}
 
     def load(self, state: Mapping[str, Any]) -> None:

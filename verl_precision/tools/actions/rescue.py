@@ -31,7 +31,7 @@ logger = logging.getLogger("verl_precision.mismatch")
 
 
 class Action(NamedTuple):
-    """What an alarm begins."""
+    """The action that an alarm starts."""
 
     alarm: str  # the first active one that it is for
     step: int
@@ -40,7 +40,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, config=STRICT)
 class Rescue:
-    """What was decided, as its file has it."""
+    """A rescue, as in its file."""
 
     parent: str  # folder of the run that acted
     alarm: str
@@ -53,7 +53,7 @@ class Rescue:
 
 
 def decide_rescue(config: DictConfig, action: Action) -> Rescue:
-    """Write down that a run is to be rescued; its newest complete checkpoint from before the trouble is kept."""
+    """Record that a run is to be rescued, and keep its newest complete checkpoint from before the evidence."""
     folder = Path(config.trainer.default_local_dir).absolute()
     contents = config.actor_rollout_ref.actor.checkpoint.load_contents
     before = [path for step, path in checkpoints_in(folder).items() if step < action.since_step]
@@ -85,14 +85,14 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def of_run(config: DictConfig) -> Rescue | None:
-    """Return the rescue with which a run's command goes on; None for a run without one, and for the rescue itself."""
+    """Return the rescue that continues a run; None for a run without one, and for the rescue itself."""
     if OmegaConf.select(config, ON_ALARM) != "rescue":
         return None
     return _read(Path(config.trainer.default_local_dir).absolute())
 
 
 def is_rescue(config: DictConfig) -> bool:
-    """Return whether a run is one that a rescue began."""
+    """Return whether a run is a rescue."""
     folder = Path(OmegaConf.select(config, "trainer.default_local_dir") or ".").absolute()
     found = _read(folder)
     return found is not None and found.folder == str(folder)

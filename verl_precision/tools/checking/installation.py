@@ -31,7 +31,7 @@ ANSWER_SECONDS = 300  # A node imports verl (and with it torch) for the first ti
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     what: str  # what was looked at
     ok: bool  # whether it is as it should be
@@ -40,7 +40,7 @@ class Finding:
 
 
 def findings() -> Iterator[Finding]:
-    """Yield every finding, the ones others depend on first; nothing that would only repeat that verl is not there."""
+    """Yield every finding, the basic ones first; without verl, only findings that do not need it."""
     yield (verl := _asked("verl", lambda: _tested("verl")))
     if not verl.ok:
         return
@@ -124,7 +124,7 @@ def _as_tested(entry: LedgerEntry) -> str:
 
 @dataclass(frozen=True)
 class Node:
-    """What one node of a cluster said."""
+    """The answers of one node of a cluster."""
 
     name: str  # address, as Ray knows it
     gpus: float = 0  # what Ray counts there (with trainer.device=cpu a logical number)

@@ -28,7 +28,7 @@ from verl_precision.tools.checking.words import added, unknown, wrong_words
 
 @dataclass(frozen=True)
 class RecipeReport:
-    """What a recipe will do."""
+    """The report of a check of a recipe."""
 
     rows: Sequence[Row]  # what runs in which dtype
     faults: list[Fault]  # every fault, errors first
@@ -40,17 +40,17 @@ class RecipeReport:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no error; warnings, and what could not be looked at, do not count."""
+        """Whether there is no error; warnings and unchecked items do not count."""
         return not self.counts["error"]
 
     @property
     def counts(self) -> dict[Severity, int]:
-        """How many errors, warnings, and things that could not be looked at there are."""
+        """Number of errors, warnings and unchecked items."""
         found = [fault.severity for fault in self.faults]
         return {severity: found.count(severity) for severity in SEVERITIES}
 
     def as_json(self) -> str:
-        """Return it for machines."""
+        """Return the report as JSON."""
         content: dict[str, Any] = {"ok": self.ok, "counts": self.counts}
         content["dtypes"] = [{"what": row.what, "dtype": row.value, "source": row.source} for row in self.rows]
         content["training"] = [row._asdict() for row in self.training]
@@ -61,7 +61,7 @@ class RecipeReport:
 
 @dataclass(frozen=True)
 class Meant:
-    """What a user says of the machine and the model that a run is meant for."""
+    """The machine and the model that a user names for a run."""
 
     gpu: str | None = None  # name of the GPU; None: that of this machine
     model_config: Path | None = None  # a config.json, or its folder, that stands for the model's
@@ -71,7 +71,7 @@ HERE = Meant()  # nothing is said
 
 
 def check_command(path: Path, overrides: Sequence[str], meant: Meant, typed: Sequence[str]) -> RecipeReport:
-    """Check what a command composes; with words that it has to change, these alone, all of them at once.
+    """Check the config of a command; if Hydra refuses words of it, report all of these words instead.
 
     Rules would only tell what follows from such words. Path and overrides were read of what was typed.
 
@@ -152,7 +152,7 @@ def _way_out(leave_out: list[str], path: Path, overrides: Sequence[str], typed: 
 
 
 def why_elsewhere(config: DictConfig, meant: Meant, here: Sequence[str]) -> str:
-    """Return why a run is taken to be for another machine than this one, with these GPUs; empty if it is for this one.
+    """Return why a run is for another machine than this one with these GPUs; empty if it is for this one.
 
     A run on a CPU is for any machine, and so for this one.
     """

@@ -104,7 +104,7 @@ def _check_recipe(words: list[str], meant: tuple[str | None, Path | None], as_js
 
 
 def show_recipe(report: "RecipeReport", to: Console) -> None:
-    """Print what runs in which dtype, what is trained, faults with remedies, the folder of checkpoints, the verdict."""
+    """Print the dtypes, the training, faults with remedies, the folder of checkpoints and the verdict."""
     for rows, columns in ((report.rows, ("what", "dtype")), (report.training, ("trained", "value"))):
         if rows:
             to.print(terminal_table((*columns, "decided by"), rows, words=3))

@@ -31,7 +31,7 @@ _TO_DROP = "Drop it."
 def wrong_words(
     composed: Callable[[Sequence[str]], DictConfig], path: Path, overrides: Sequence[str]
 ) -> tuple[list[ConfigurationError], DictConfig]:
-    """Return an error for each word that keeps a command from being composed, and what the others compose.
+    """Return an error for each word that Hydra refuses, and the config of the other words.
 
     Nothing where Hydra cannot read a word, or what groups a config is made of: that is one error by itself.
     """
@@ -78,7 +78,7 @@ def _is_meant(setting: str, origin: Origin) -> bool:
 
 
 def unknown(key: str, value: str, every: Iterable[str], deleted: bool = False) -> ConfigurationError:
-    """Return what to say of a key that verl does not have, given the keys that there are.
+    """Return the error for a key that verl does not have, given the existing keys.
 
     No key is to be added where nothing would read it, or by a command that deletes one.
     """
@@ -108,7 +108,7 @@ def unknown(key: str, value: str, every: Iterable[str], deleted: bool = False) -
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """Return the question for a word that was mistyped: a name spelt alike, or the same one elsewhere."""
+    """Return a "Did you mean" question for a mistyped word: a similar name, or the same name elsewhere."""
     every = [each for each in known if not each.endswith("_target_")]
     parent, _, name = word.rpartition(".")
     beside = {each.rpartition(".")[2]: each for each in every if each.rpartition(".")[0] == parent}

@@ -26,7 +26,7 @@ class PaperDataSet(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What every layout comes down to."""
+    """A question and its answer, from any layout."""
 
     text: str  # the problem, without any instruction to the model
     answer: str

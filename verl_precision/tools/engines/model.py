@@ -19,7 +19,7 @@ _HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 
 @dataclass(frozen=True)
 class Model:
-    """A model that is there.
+    """A model that was found.
 
     The fingerprint tells its weights from others: for a folder it is a digest of the content of config.json and the
     weights, for a hub name its commit.

@@ -20,7 +20,7 @@ PLACE = ["context", "data", "dtype"]
 
 
 class Drawn(NamedTuple):
-    """What is kept of a response in memory."""
+    """The part of a response that stays in memory."""
 
     tokens: int  # its length in the longest context
     cut: bool  # whether it ended because that context was full

@@ -19,7 +19,7 @@ from verl_precision.tools.jobs.journal import START_AGAIN, Key
 
 
 class Verdict(Enum):
-    """What is known of a problem."""
+    """The state of a problem."""
 
     OPEN = "open"
     KEPT = "kept"
@@ -66,7 +66,7 @@ class Window:
         return Verdict.OPEN
 
     def min_responses_to_decide(self, correct: int, drawn: int) -> int:
-        """Return how many more responses it takes at least to decide: drawing that many at once wastes none.
+        """Return the smallest number of further responses that can decide; drawing so many at once wastes none.
 
         Kept takes `fewest` correct and n - `most` wrong ones; dropped takes `most` + 1 correct or n - `fewest` + 1
         wrong ones.
@@ -140,7 +140,7 @@ class Schedule:
         self._update(problem)
 
     def next_keys(self, limit: int) -> list[Key]:
-        """Hand out up to `limit` responses to draw: first those that it takes at least to decide each open problem.
+        """Return up to `limit` responses to draw, first those that can decide the open problems soonest.
 
         If that is not enough, one more each in turn for the problems still open: some may turn out not to be needed.
         """

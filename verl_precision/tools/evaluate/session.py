@@ -27,7 +27,7 @@ _FIELDS = {"dtype": str, "problem": str, "response": int, "tokens": int, "finish
 
 
 def evaluate(evaluation: Evaluation, console: Console) -> pd.DataFrame:
-    """Do what is missing in the job's folder, write the results, and return each response, as in `accuracy.responses`.
+    """Finish the job in its folder, write the results, and return each response, as in `accuracy.responses`.
 
     Settings that cannot work are refused before a model loads. If an engine fails, what was drawn is kept.
     """

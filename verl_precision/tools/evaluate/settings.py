@@ -50,7 +50,7 @@ class Evaluation(JudgedJob):
 
     @property
     def longest_context(self) -> int:
-        """The context that responses are drawn in."""
+        """The longest context; responses are drawn in it."""
         return max(self.contexts)
 
 

@@ -39,7 +39,7 @@ _FIELDS = {"rollout": str, "problem": str, "response": int, "log_probs": list}
 
 
 class Tasks:
-    """The responses that a job wants, each asked for once, in their order; what it does with them is its own."""
+    """The responses that a job needs, each requested once, in order."""
 
     in_flight: int | None = None  # responses in flight; None for the job's number
 
@@ -52,7 +52,7 @@ class Tasks:
 
     @property
     def done(self) -> int:
-        """How much is done; the tasks are finished when this is `total`."""
+        """Number of finished tasks; all are finished at `total`."""
         return len(self._finished)
 
     @property
@@ -73,7 +73,7 @@ class Tasks:
 
 
 class Job:
-    """A job under way in its folder; each adds its own tasks."""
+    """A running job in its folder."""
 
     def __init__(self, settings: JobSettings, console: Console) -> None:
         self.settings, self.console, self.folder = settings, console, settings.folder
@@ -101,7 +101,7 @@ class Job:
                     work_through(engine, each, each.in_flight or self.settings.in_flight, self.console)
 
     def envelope(self) -> dict[str, Any]:
-        """Return what stands in every summary beside the results."""
+        """Return the part of a summary that all jobs share."""
         return {"settings": self._recorded, "versions": installed_versions(), "command": sys.argv}
 
     def write(self, content: Mapping[str, Any], table: str | None = None) -> None:

@@ -13,7 +13,7 @@ FLASH = "flash_attention_2"  # computes in 16 bits only
 
 @settings(command_option, kw_only=True)
 class JobSettings:
-    """Options of every job that draws responses or scores them. Its folder belongs to one set of recorded ones."""
+    """Options of every job that draws or scores responses. A folder belongs to one set of recorded options."""
 
     verb: ClassVar[str]
     model: str = option("--model", "-m", help="Folder or hub name of the model.")

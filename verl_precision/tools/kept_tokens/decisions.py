@@ -36,7 +36,7 @@ _OURS = {"token": "vp_token_tis", "sequence": "vp_seq_mis"}  # levels of verl ->
 
 
 class Decided(NamedTuple):
-    """What an estimator does with a response's tokens."""
+    """The decisions of an estimator on the tokens of a response."""
 
     codes: np.ndarray  # [T] uint8, indices into `DECISIONS`
     slopes: np.ndarray  # [T] float32, sₜ; 0 at tokens that are not the policy's

@@ -42,7 +42,7 @@ _SPLIT = [f"{name}.list.element" for name, dtype in ARRAYS.items() if dtype in (
 
 @dataclass(frozen=True, kw_only=True)
 class KeptSummary:
-    """What a list of responses shows."""
+    """The summary of a response in a list."""
 
     step: int  # the training step whose update the response was part of
     offset: int = -1  # its place among the responses of all steps, for `response_at`

@@ -58,7 +58,7 @@ def available() -> dict[str, Series]:
 
 
 def list_series() -> list[str]:
-    """Return what there is, in lines: each series with its folder, and its patches."""
+    """Return lines that list each series with its folder and patches."""
     lines = []
     for version, series in available().items():
         lines.append(f"verl {version}: {len(series.patches)} patches, {len(series.files)} files, {series.folder}")

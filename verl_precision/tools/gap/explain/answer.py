@@ -45,7 +45,7 @@ def rows(result: Result) -> list[tuple[str, ...]]:
 
 
 def advice(result: Result) -> list[Finding]:
-    """Return the steps against which something should be done: the faults, or else the largest cost of a dtype."""
+    """Return the steps that need a remedy: the faults, or else the largest cost of a dtype."""
     faults = [each for each in result.findings if each.fault]
     return faults or [each for each in result.findings if each.part.k3 > 0][:1]
 

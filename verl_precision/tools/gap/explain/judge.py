@@ -24,7 +24,7 @@ _SMALL = 1e-6  # below this gap k3(g)/g is g/2 to nine digits
 
 @dataclass(frozen=True)
 class Cause:
-    """What is known of a cause; `causes.yaml` explains each field."""
+    """A cause; `causes.yaml` explains each field."""
 
     title: str
     remedy: str
@@ -38,7 +38,7 @@ CAUSES = {name: Cause(**known) for name, known in table_of(__file__, "causes.yam
 
 @dataclass(frozen=True)
 class Part:
-    """What one step of the path does."""
+    """The effect of one step of the path."""
 
     nats: float  # its part of the mean |g|, nats. Negative where it undoes what others do
     k3: float  # its part of the k3
@@ -64,7 +64,7 @@ class Attribution:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is said of one step."""
+    """The verdict on one step."""
 
     variant: Variant
     cause: Cause
@@ -76,7 +76,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Result:
-    """What was found."""
+    """The result of an explanation."""
 
     chain: list[Variant]  # the variants from rollout to trainer, and with a mixture of experts `routing` at the end
     findings: list[Finding]  # of each step, faults first
@@ -86,7 +86,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Routing:
-    """What other choices do."""
+    """The effect of other choices of experts."""
 
     log_probs: Mapping[str, np.ndarray]  # variant -> H of its choices, all tokens, nats
     changed: float  # share of the choices that differ between rollout and trainer, over all layers and tokens
@@ -161,7 +161,7 @@ def judge(
 def with_routing(
     chain: Sequence[Variant], log_probs: Mapping[str, np.ndarray], routing: Routing, kept: Collection[str]
 ) -> tuple[list[Variant], list[np.ndarray]]:
-    """Take what other choices do out of the steps, and return path and log-probs with one step more, which has it.
+    """Move the effect of other choices of experts from the steps into a step of its own; return path and log-probs.
 
     Steps of the causes `kept` keep it: other weights choose other experts, and that is not rounding.
     """

@@ -18,7 +18,7 @@ REPLAYED = "replayed"  # off the path: the trainer's engine in FP32, with the ex
 
 @dataclass(frozen=True)
 class Variant:
-    """Something that gives log-probs to the tokens."""
+    """A way to compute log-probs of the tokens."""
 
     name: str  # its name in the journal
     cause: str  # what separates it from the variant before

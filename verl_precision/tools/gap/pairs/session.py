@@ -29,7 +29,7 @@ _COLUMNS_IF_ANY = (("non-finite", "nonfinite_tokens", ".0f"), ("positive", "posi
 
 
 def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
-    """Do what is missing in the job's folder, write the results, and return them: one for each pair of dtypes."""
+    """Finish the job in its folder, write the results, and return them: one for each pair of dtypes."""
     under_way, model = Job(job, console), find_model(job.model)
     model.require_dtypes("--rollout-dtype", job.rollout_dtypes)
     model.require_arithmetic(job.arithmetic)
