@@ -26,7 +26,7 @@ RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.yaml") if path.pa
 # Their task is a tiny model's: nothing of it belongs on a GPU.
 CPU_ONLY = ("quickstart", "sanity_arithmetic", "phantom_clipping", "collapse")
 # A task of this project with a pre-trained model, on a CPU and on a GPU.
-PRE_TRAINED = ("smollm2",)
+PRE_TRAINED = ("smollm2", "long_text")
 PAPER = [path for path in RECIPES if path.stem not in (*CPU_ONLY, *PRE_TRAINED)]
 
 
