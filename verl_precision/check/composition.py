@@ -24,7 +24,7 @@ def require_overrides(words: Sequence[str]) -> None:
             flag, _, value = word.lstrip("-").partition("=")
             value = value or " ".join(words[index + 1 : index + 2])
             written = f"{flag}={value}" if flag in preset_groups() else "settings as KEY=VALUE"
-            problem, allowed = "this main has no such option", "the options of --help, and Hydra overrides"
+            problem, allowed = "there is no such option", "the options of --help, and Hydra overrides"
             raise ConfigurationError(problem, setting=word, value=value, allowed=allowed, remedy=f"Write {written}.")
         if not re.match(r"~|[^=]+=", word):
             problem, remedy = f"`{word}` is not an override", "Quote a value with spaces; no spaces around `=`."
