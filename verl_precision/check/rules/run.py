@@ -85,9 +85,7 @@ def model_path(config: DictConfig, machine: Machine) -> Iterator[Fault]:
     remedy = "Check the spelling, and the folder's permissions."
     for setting in sorted(machine.missing_models):
         if setting == path and made_by_a_script(config):
-            yield Fault(
-                path, "this model does not exist yet", allowed, "Run the recipe's script; it makes the model."
-            )
+            yield Fault(path, "this model does not exist yet", allowed, "Run the recipe's script; it makes the model.")
         elif not HUB_NAME.match(str(OmegaConf.select(config, setting))):
             yield Fault(setting, "no such folder, and not a hub name", allowed, remedy)
     if machine.unreadable_model:
