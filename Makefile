@@ -70,6 +70,7 @@ docs: $(STAMP)
 	mkdir -p outputs/docs/source
 	git ls-files -z | xargs -0 cp --parents -t outputs/docs/source
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	while read -r old new; do printf '<meta http-equiv="refresh" content="0; url=%s">' "$$new" > outputs/docs/site/$$old; done < docs/moved.txt
 
 # .venv is the CPU's; the GPUs' environment is the one that is active.
 test-gpu:

@@ -1,9 +1,9 @@
-"""How often the alarm is raised for nothing, and how soon it is raised when the mismatch grows.
+"""False alarms of the mismatch alarm, and its delay when the mismatch grows.
 
     python benchmarks/alarm_rates.py
     python benchmarks/alarm_rates.py --runs 50
 
-Synthetic runs of 1,000 steps through the whole alarm with its default settings, k3 and mean |gap| both fed; seeds 0 to
+Synthetic runs of 1,000 steps go through the whole alarm with its default settings, with k3 and mean |gap|; seeds 0 to
 runs - 1. A series is exp(noise) around a level. σ is the standard deviation of log k3 (Student's t: scaled to the same
 median absolute deviation); the noise of log |gap| is independent and half of it. Two series are made of tokens: gaps
 from a Student t(3) of scale 0.005, k3 and mean |gap| computed from them, with ever longer responses, 2,000 to 16,000

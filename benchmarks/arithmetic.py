@@ -4,7 +4,7 @@
     python benchmarks/arithmetic.py --repeats 3
 
 A training step: this package's FSDP2 engine as `engine.py` builds it, packed and with gradient checkpointing; all three
-in one process. Sampled responses: four at a time of vLLM, each arithmetic in a process of its own, and none ends early.
+in one process. Sampled responses: four at a time of vLLM, each arithmetic in a separate process, none ends early.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""What `verl-precision check` answers to commands that others start verl with, with our words and without.
+"""The answers of `verl-precision check` to published commands of verl, with our presets and without.
 
     python benchmarks/public_commands.py CHECKOUT --name "verl v0.9.0" --output commands.jsonl
     python benchmarks/check_commands.py commands.jsonl --output report.json
 
-Each command is put through the check in this process: as it is, with `+precision=fp16 +estimator=pg_seq_is`, and with
+Each command is checked in this process: unchanged, with `+precision=fp16 +estimator=pg_seq_is`, and with
 `+presets=win` too. The judge does not trust the check: it reads what the presets set from their own YAML, compares it
-with the composed config, and looks for each difference in the findings. A difference that no finding names is silent.
-The exit code is 1 if a difference is silent, or if anything was raised that is not an answer in words.
+with the composed config, and looks for each difference in the findings. A difference without a finding is silent.
+The exit code is 1 if a difference is silent, or if the check raised an unexpected error.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Time of the digest that the weight-sync guard takes of what is sent, beside hashlib's SHA-256 of the same bytes.
+"""Time of the weight-sync guard's digest, beside hashlib's SHA-256 of the same bytes.
 
     python benchmarks/digest.py
     python benchmarks/digest.py --device cuda --megabytes 4096 --shape 768 2048
 
 One large tensor, and a stream of small ones, as a mixture of experts sends them. Beside both, torch's copy of the same
-bytes into memory that is there. A time ends when the device has finished and the digests have been fetched.
+bytes into allocated memory. A time ends when the device has finished and the digests have been fetched.
 """
 
 import argparse

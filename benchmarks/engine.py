@@ -4,16 +4,16 @@
     python benchmarks/engine.py --dtype bf16 --repeats 5
 
 One rank over gloo on a CPU, a Qwen3 of random weights, micro-batches of one sequence. The engines take turns. An engine
-with a shadow runs a second, no-grad forward in the rollout's dtype; every 10th: one such step and nine without, added
-up. On a CPU verl's own loss scaler is off, so that its FP16 steps leave out work that ours do.
+with a shadow runs a second, no-grad forward in the rollout's dtype; "every 10th" adds one such step and nine without.
+On a CPU verl's own loss scaler is off, so its FP16 steps do less work than ours.
 
 A policy gradient beside `grpo`: log-probs at θ' with entropy, as verl takes them for `grpo`, and an update with verl's
 `ppo_loss`; the policy gradients need only the update. With gradient checkpointing, as in all our scales, and in FP32
-without it too. In 16 bits a CPU without such kernels takes longer for a gradient than for a forward, so that the
-forward that is saved is a smaller part of the whole than on a GPU: FP32 has the right proportions.
+without it too. In 16 bits a CPU without such kernels takes longer for a gradient than for a forward pass. The
+saved forward pass is then a smaller part than on a GPU; FP32 has the right proportions.
 
-Router replay: a Qwen3-MoE of the same size, 2 of 8 experts, packed. The choices that are replayed are those that the
-routers make by themselves, so that both steps compute the same.
+Router replay: a Qwen3-MoE of the same size, 2 of 8 experts, packed. The replayed choices are those that the
+routers make by themselves, so both steps compute the same.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Fifty random fault injections: which faults `explain` names, which it misses, and which false ones it names.
+"""Fifty random fault injections: the faults that `explain` finds, misses, or reports falsely.
 
     python benchmarks/fault_injection.py FOLDER [--count 50] [--seed 1] [--processes 2] [--page PAGE.md]
 
 Each case has a random model, pair of dtypes, seed, and none, one or two random faults of random size, in real
-engines. What is in FOLDER is not computed again. It takes about a minute a case and process.
+engines. Results in FOLDER are not computed again. It takes about a minute a case and process.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""What the plugin adds to `import verl`, and how long the command line takes to answer.
+"""The time that the plugin adds to `import verl`, and the response time of the command line.
 
     python benchmarks/import_time.py
     python benchmarks/import_time.py --repeats 7
 
-The import: CPU time in clean interpreters, with the plugin and without. The commands: by the clock, beside verl's own
-way to show what a run is made of. All take turns, after one round that fills the page cache.
+The import: CPU time in clean interpreters, with the plugin and without. The commands: wall-clock time, beside verl's
+own command that prints a config. All take turns, after one round that fills the page cache.
 """
 
 import argparse

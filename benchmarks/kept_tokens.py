@@ -1,11 +1,11 @@
-"""What keeping the tokens of a few responses costs a step: to choose, decide and write 16 of 32, of 20,480 tokens each.
+"""The time of keeping tokens in a step: choose, decide and write 16 of 32 responses, of 20,480 tokens each.
 
     python benchmarks/kept_tokens.py
     python benchmarks/kept_tokens.py --responses 16 --tokens 20480
 
-The recorder of a run writes to a file on this machine's disk, with text. verl's transfer queue and tokenizer are made
-up: the batch that is fetched is small beside what a step of verl's fetches, and a token's text is made once in a run.
-On one thread, which is what Ray gives a driver.
+The recorder of a run writes to a file on this machine's disk, with text. verl's transfer queue and tokenizer are
+replaced: the fetched batch is small beside that of a verl step, and the text of a token is made once in a run. One
+thread, as Ray gives to a driver.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python benchmarks/live_page.py
     python benchmarks/live_page.py --runs 5 --steps 5000 --repeats 5
 
-`verl-precision watch` serves runs in a process of its own. Opened: from the browser's navigation to the frame with the
+`verl-precision watch` serves runs in a separate process. Opened: from the browser's navigation to the frame with the
 first curves, and to that with the last. A new row: from the end of its write to the text of its step on the page. The
 exit code is 1 where the medians are above one and two seconds. It needs Debian's chromium and chromium-driver.
 """

@@ -1,4 +1,4 @@
-"""What the benchmarks share: calls timed in turns, records of what was found, and what the machine can do at best."""
+"""Shared by the benchmarks: calls timed in turns, records of results, and physical limits of the machine."""
 
 import argparse
 import contextlib

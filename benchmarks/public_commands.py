@@ -6,8 +6,8 @@
 
 Each *.sh that names a main of verl is run by bash in a throw-away copy of the checkout, with a time limit and an empty
 home. PATH holds stand-ins for python, ray and the like, which record their arguments, and a few text tools. Every
-other program (rm, pkill, git, pip, wget, nvidia-smi, ...) is recorded and does nothing (stand_ins.bash). This is no
-wall: a script can still write to a file that it names. Read what you do not trust, or run it in a container.
+other program (rm, pkill, git, pip, wget, nvidia-smi, ...) is recorded and does nothing (stand_ins.bash). This is not
+a sandbox: a script can still write to a file that it names. Read untrusted scripts first, or run them in a container.
 A script that has started nothing is run again with the variables of --set, for those that ask for a path.
 
 A line is {"source": "NAME path/of/script.sh", "words": ["python3", "-m", "verl.trainer.main_ppo", ...]}.

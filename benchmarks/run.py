@@ -4,7 +4,7 @@
     python benchmarks/run.py --only mismatch.py  # that one again; the other records of this machine stay
     python benchmarks/run.py --check  # make bench-check: exit code 1 when a ratio got worse by more than a fifth
 
-Each benchmark has a process of its own, in which ours and its peer take turns.
+Each benchmark runs in a separate process, in which ours and the alternative take turns.
 """
 
 import argparse

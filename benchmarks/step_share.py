@@ -1,10 +1,10 @@
-"""What the checks of weight syncs and the statistics of the mismatch add to a step of a real run: the quickstart.
+"""The time that the checks of weight syncs and the mismatch statistics add to a step of the quickstart.
 
     python benchmarks/step_share.py
     python benchmarks/step_share.py --repeats 3
 
 verl, vLLM, Ray and FSDP2 in FP16 on a CPU. Guard and canary are `weight_sync/seconds` in the run's metrics, the
-statistics `timing_s/mismatch`. A pair is what one step spent on it, and the step. The first step is left out.
+statistics `timing_s/mismatch`. A pair is the time of one part in a step, and of the step. The first step is left out.
 """
 
 import argparse

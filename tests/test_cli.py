@@ -39,15 +39,19 @@ def type_in(root, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("command", "code", "words"), [
-    ("check setup.py --model m", 2, "allowed is one of them"),
+    ("check setup.py --model m", 2, "only one is allowed"),
     ("check --cluster auto --json", 2, "not with --model or --json"),
     ("check --path data", 2, "Give --cluster ADDRESS too"),
     ("compare nowhere.yaml --output OUT", 1, "nowhere.yaml: there is no such recipe"),
     ("compare recipes/quickstart/quickstart.yaml --estimtor grpo --output OUT", 1, "--estimtor grpo: there is no such"),
-    ("compare setup.py -p fp61 --output OUT", 1, "--precision fp61: there is no such preset. Allowed: bf16, bf16_"),
+    ("compare setup.py -p fp61 --output OUT", 1, "--precision fp61: there is no preset of this name. Allowed: bf16"),
     ("report OUT/nowhere --output OUT", 1, "there is no such file or folder"),
     ("watch OUT/nowhere", 1, "there is no such file or folder"),
-    ("recipes", 1, "FOLDER='recipes': it exists; nothing was written"),
+    ("recipes", 1, "FOLDER='recipes': this folder exists; nothing was written"),
+    ("sanity-set x --model m --max-response-length 8", 2, "--max-response-tokens"),  # words of earlier versions
+    ("sanity-set x --model m --max-prompt-length 8", 2, "--max-prompt-tokens"),
+    ("sanity-set x --model m --responses-per-problem 8", 2, "--responses"),
+    ("evaluate m --data x --context 8", 2, "Missing option"),
     ("patch", 2, "give --list, or one of"),
     ("patch --check OUT", 1, "unknown tree"),
     ("tiny-model gpt9 OUT", 1, "Allowed: qwen3"),
@@ -192,7 +196,7 @@ def test_a_signal_that_is_ignored_stays_so(type_in, monkeypatch, request):
 
 @pytest.mark.parametrize(("error", "words"), [
     (OSError(errno.ENOSPC, "No space left on device", "/data/x"), "/data/x: No space left on device. Free some space"),
-    (PermissionError(errno.EACCES, "Permission denied", "/x"), "/x: Permission denied. Name a place where you may do"),
+    (PermissionError(errno.EACCES, "Permission denied", "/x"), "/x: Permission denied. Name a place where you have"),
     (OSError(errno.ENOSPC, "No space left on device"), "the output: No space left on device. Free"),
     (OSError("the hub says nothing"), "the hub says nothing"),
 ])  # fmt: skip

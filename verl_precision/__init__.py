@@ -2,15 +2,15 @@
 
 Map of the package, from the top down; imports point downwards only (tests/test_layers.py):
 
-    tools          beside the plugin: what a person starts (a room for each verb), and what most runs never switch on
+    tools          beside the plugin: the verbs (a folder for each), and features that most runs do not use
 
-    cli            the command line's door: its verbs are entry points
-    plugin         verl's door: the module that verl loads
-    check          what will run in which dtype, and what is wrong, before Ray starts; every fault once, as data
+    cli            the command line; its verbs are entry points
+    plugin         the module that verl loads
+    check          the dtypes of a run and the faults of its config, before Ray starts; every rule once
     integration    the rim: every module that runs inside verl or vLLM
     mismatch       statistics of the gap, phantom clipping, the alarm
     engine         loss scaling, FP32 log-probs, dtypes of the forward, the shadow
-    weight_sync    are the rollout's weights the trainer's? digests, comparison, canary
+    weight_sync    compares the rollout's weights with the trainer's: digests, layers, canary
     losses         the paper's estimators, and their aggregation
     presets        Hydra groups precision=..., estimator=..., scale=..., one small YAML each
     base           errors, files, settings, versions, statistics that merge

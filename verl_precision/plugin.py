@@ -1,6 +1,6 @@
-"""What verl loads: importing this module registers everything this package offers, once per process.
+"""The module that verl loads. Importing it registers everything this package offers, once per process.
 
-What that raises ends the process: verl logs a plugin that fails at DEBUG only, and would go on without it.
+An error here ends the process, because verl logs a failed plugin only at DEBUG and would continue without it.
 """
 
 from verl_precision.base.errors import ending_the_process

@@ -1,16 +1,16 @@
-"""The task of the collapse, for a CPU: questions with long reasoning, and a small Qwen3 that is right half of the time.
+"""The task of the collapse recipe: questions with long reasoning, and a small Qwen3 that is right half of the time.
 
     python recipes/collapse/make_task.py outputs/collapse/task
 
-A response is 128 steps of reasoning, the answer and the end. A step has four wordings that are equally right, one of
-them usual: so a response is long and random, as those of language models are, and what decides is one token at its end.
+A response is 128 steps of reasoning, the answer and the end. A step has four equally right wordings, one of
+them usual. So a response is long and random, like those of language models, and one token at its end decides.
 The model is trained from scratch by a teacher who gives the right answer to question q with probability p(q), 0.3 to
 0.7, and else the one wrong answer that he believes. So each question is within reach, as in the sanity test.
 
-The logits of a small model are small, and those of language models are not: 16 bits round larger ones more coarsely.
+A small model has small logits, a language model has large ones, and 16 bits round large logits more coarsely.
 Each `logits_K` is the same model with one vector added to every row of its head, so that logits are about K in size.
-That adds the same number to all logits of a token, which changes no probability. It is the dose: the larger K, the
-larger the mismatch, in either precision.
+That adds the same number to all logits of a token and changes no probability. K is the dose: a larger K makes a
+larger mismatch, in both precisions.
 """
 
 import argparse

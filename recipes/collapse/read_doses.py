@@ -1,9 +1,9 @@
-"""The dose-response curve: the reward that a run ends with, against its mismatch, in each precision.
+"""The dose-response curve: the final reward of a run against its mismatch, in each precision.
 
     python recipes/collapse/read_doses.py outputs/collapse/*-* --figure outputs/collapse/doses.png
 
 Reads the folders of comparisons of the arms bf16_K, fp16_K and bf16_exact_K, prints a table and draws the reward over
-steps and the curve. The mismatch is that of the first ten steps, before the runs have parted; the reward is that of the
+steps and the curve. The mismatch is that of the first ten steps, before the runs differ; the reward is that of the
 last ten.
 """
 

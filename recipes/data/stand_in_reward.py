@@ -1,7 +1,7 @@
 """Reward of the stand-in sums: 1 if the answer, one digit, is somewhere in the response, else 0.
 
-A random tiny model finds it now and then, so that a group of responses has both and every estimator has a gradient; it
-is no measure of anything else. Returns `acc`, which dynamic sampling (estimator=dapo) looks at.
+A random tiny model is right now and then, so a group of responses has right and wrong ones and every estimator has a
+gradient. It measures nothing else. Returns `acc`, which dynamic sampling (estimator=dapo) looks at.
 """
 
 

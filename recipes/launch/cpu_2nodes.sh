@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Two Ray nodes on this machine, a recipe on both, on CPUs: recipes/launch/cpu_2nodes.sh RECIPE.yaml [OVERRIDE ...]
 # FSDP2 over gloo across the nodes, a vLLM replica on each. Stops exactly what it started. Needs 12 GiB of memory.
-# If a node is lost, the run ends with code 75, and the same command goes on from the last checkpoint.
+# If a node is lost, the run ends with code 75, and the same command resumes from the last checkpoint.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." # Ray's workers inherit this folder from their node
 

@@ -1,6 +1,6 @@
 """Run a command on a Ray cluster, and end it when a node is lost: watched_run.py ADDRESS COMMAND [ARGUMENT ...].
 
-A run that has lost a node cannot go on. It does not always end by itself, and it does not say which node it was
+A run that has lost a node cannot continue. It does not always end by itself, and it does not name the lost node
 (docs/log/features.md). So a second process asks Ray's head every few seconds which nodes are alive. ADDRESS is
 host:port, or auto. The exit code is the command's, or `LOST`.
 
@@ -86,7 +86,7 @@ def run_watched(address: str, command: list[str]) -> int:
         return run.returncode if run.returncode >= 0 else 128 - run.returncode
     print(
         f"verl_precision: {verdict}\nThe run has ended, because it needs every node. Bring the node back, or start Ray "
-        "on another one; then give the same command again. The run goes on from its last checkpoint.",
+        "on another one; then give the same command again. The run resumes from its last checkpoint.",
         file=sys.stderr,
     )
     return LOST

@@ -5,7 +5,7 @@
 Shorter is better: the reward is minus the length of the response (recipes/quickstart/reward.py). The vocabulary has the
 end and 15 letters, a prompt is four random letters, and a response has at most eight tokens, so that a random model
 ends some responses by chance. Released checkpoints are in BF16: an FP32 copy of one lies on the BF16 grid, and so does
-`on_grid`. `off_grid` is the control, the same weights before rounding. A seed has weights of its own.
+`on_grid`. `off_grid` is the control, the same weights before rounding. Each seed has other weights.
 """
 
 import argparse

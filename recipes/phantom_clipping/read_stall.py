@@ -1,9 +1,9 @@
-"""How deep was the stall? Reads the folders that `make phantom` or the whole grid wrote, and prints two tables.
+"""The depth of the stall. Reads the folders that `make phantom` or the whole grid wrote, and prints two tables.
 
     python recipes/phantom_clipping/read_stall.py outputs/phantom_clipping/*-*
 
-A run's gain is how far its reward, as a mean over nine steps, has come from its first nine steps towards 0, the best
-there is. The stall is read at the step at which the median cured run has half of it.
+The gain of a run is its progress from the mean reward of its first nine steps towards 0, the best reward; a mean over
+nine steps each. The stall is read at the step where the median cured run has half of it.
 """
 
 import argparse

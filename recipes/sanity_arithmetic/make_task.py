@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="A folder to create: FOLDER/problems.jsonl and FOLDER/model.")
     folder = parser.parse_args().folder
     if folder.exists():
-        raise SystemExit(f"{folder} exists; nothing was written. Name a folder that does not.")
+        raise SystemExit(f"{folder} exists; nothing was written. Name a new folder.")
     columns = (TextColumn("training on sums"), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True)) as bar:
         shown = bar.add_task("", total=None)
@@ -166,7 +166,7 @@ def main() -> None:
     print(f"wrote {quoted}; next:")
     print(
         f"verl-precision sanity-set {quoted}/problems.jsonl --model {quoted}/model --output {quoted}/sanity "
-        f"--reward {reward} --max-prompt-length 8 --max-response-length 8"
+        f"--reward {reward} --max-prompt-tokens 8 --max-response-tokens 8"
     )
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The sanity test in miniature (section 4) | trainer: FSDP2 | rollout: vLLM | a CPU | arXiv 2510.26788
-# Builds the task, filters the problems, trains in each precision. Task and set that are there already are used again, and
-# a filter that was stopped goes on from there.
+# Builds the task, filters the problems, trains in each precision. An existing task and set are used again, and
+# an interrupted filter continues.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -19,7 +19,7 @@ if [[ ! -e $FOLDER/task ]]; then
 fi
 if [[ ! -e $FOLDER/set/kept.parquet ]]; then
     "${COMMAND[@]}" sanity-set "$FOLDER/task/problems.jsonl" --model "$FOLDER/task/model" --output "$FOLDER/set" \
-        --reward recipes/sanity_arithmetic/reward.py --max-prompt-length 8 --max-response-length 8
+        --reward recipes/sanity_arithmetic/reward.py --max-prompt-tokens 8 --max-response-tokens 8
 fi
 CHOICES=()
 for PRECISION in $PRECISIONS; do

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A pre-trained model in BF16 and in FP16 | trainer: FSDP2 | rollout: vLLM | a CPU, or SCALE=1x1_gpu | arXiv 2510.26788
-# Gets the model and the problems, keeps those that the model solves sometimes, trains in each precision. Stopped, the
-# same command goes on.
+# Gets the model and the problems, keeps those that the model solves sometimes, trains in each precision. After an
+# interruption the same command continues.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -43,7 +43,7 @@ done
 "${COMMAND[@]}" data reasoning_gym "${NAMES[@]}" --size "$PROBLEMS" --output "$FOLDER"
 "${COMMAND[@]}" sanity-set "$FOLDER/reasoning_gym.parquet" --model "$FOLDER/model" --output "$FOLDER/set" \
     --reward pkg://verl_precision.tools.rewards.reasoning_gym_answer -n "$RESPONSES" --dtype "$DTYPE" \
-    --max-prompt-length 96 --max-response-length 32
+    --max-prompt-tokens 96 --max-response-tokens 32
 for PRECISION in $PRECISIONS; do
     CHOICES+=(--precision "$PRECISION")
 done

@@ -89,7 +89,7 @@ def test_what_is_no_config_json_is_refused_in_words(name, tmp_path):
     if name == "fifo":
         os.mkfifo(path)
     others = {"folder": tmp_path, "device": Path("/dev/zero"), "long name": Path("x" * 5000), "null byte": Path("a\0b")}
-    with pytest.raises(ConfigurationError, match="this is no model's config.json") as refused:
+    with pytest.raises(ConfigurationError, match="this is not a model's config.json") as refused:
         read_config(others.get(name, path), "--model-config")
     assert refused.value.setting == "--model-config" and refused.value.remedy and len(str(refused.value)) < 800
 

@@ -108,13 +108,13 @@ PG, FP16 = "+estimator=pg_seq_is", "+precision=fp16"
     (f"{PG} {ACTOR}.entropy_coeff=0.01", "entropy_coeff", "warning", "entropy term"),
     (f"{PG} {ACTOR}.policy_loss.loss_mode=geo_mean", "loss_mode", "error", "which has vp_pg_seq_is"),
     (f"{PG} {ACTOR}.policy_loss={{loss_mode:vanilla}}", "loss_mode", "error", "another loss is trained"),
-    (f"{PG} {ACTOR}.loss_agg_mode=token-mean", "loss_agg_mode", "warning", "weighed otherwise"),
+    (f"{PG} {ACTOR}.loss_agg_mode=token-mean", "loss_agg_mode", "warning", "get other weights"),
     (f"{PG} ~{ACTOR}.loss_scale_factor", "loss_scale_factor", "error", "padded width"),
     (f"{PG} {CORRECTION}.bypass_mode=False", "bypass_mode", "error", "which has True"),
-    (f"{PG} {CORRECTION}.rollout_is=token", "rollout_is", "warning", "nothing reads it in bypass mode"),
+    (f"{PG} {CORRECTION}.rollout_is=token", "rollout_is", "warning", "in bypass mode, which"),
     (f"+estimator=trm {CORRECTION}=null", "rollout_rs", "error", "which has seq_max_k3"),
     (f"+precision=fp16 ~{ROLLOUT}.engine_kwargs.vllm", "worker_extension_cls", "warning", "weight-sync guard is off"),
-    (f"+precision=fp16 {ROLLOUT}.dtype=bfloat16", "rollout.dtype", "error", "every token's log-prob"),
+    (f"+precision=fp16 {ROLLOUT}.dtype=bfloat16", "rollout.dtype", "error", "the log-prob of every token"),
     (f"{FP16} ++{ACTOR}.fsdp_config.mixed_precision.param_dtype=bf16", "param_dtype", "error", "than the rest"),
     ("+repeatable=bitwise data.seed=1", "data.seed", "warning", "which has 0"),
     ("+learning_rate=effective_sample ++actor_rollout_ref.actor.fsdp_config.learning_rate_ess_base=null", "ess_base",
@@ -238,7 +238,7 @@ def test_who_decides_without_a_preset():
     rows = {row.what: row for row in training_table(composed(f"{ACTOR}.policy_loss.loss_mode=gpg"))}
     assert rows["loss"].value == "gpg" and rows["loss"].source == f"the command's {ACTOR}.policy_loss.loss_mode=gpg"
     assert rows["advantage"].source == "verl's default of algorithm.adv_estimator"
-    assert rows["clip range"].value == "none: the loss has no clip"
+    assert rows["clip range"].value == "none: the loss does not clip"
     table = training_table(compose_recipe("recipes/sanity/sanity.yaml", "estimator=dapo"))
     rows = {row.what: row.value for row in table}
     assert rows["clip range"] == "0.2 below and 0.28 above, dual clip at 10.0" and rows["aggregation"] == "token-mean"
@@ -267,7 +267,7 @@ CHOSEN = OmegaConf.create({"hydra": {"runtime": {"choices": {"estimator": "pg_se
 @pytest.mark.parametrize(("remedy", "asks_for"), [
     ("Set it to False, or choose estimator=pg_seq_is.", "estimator=pg_seq_is"),
     ("Choose estimator=pg_seq_tis or pg_seq_is, which do it.", "estimator=pg_seq_is"),
-    ("Choose a precision preset, whose engine does.", "precision=fp16"),
+    ("Choose a precision preset; its engine reads it.", "precision=fp16"),
     ("Choose a preset (precision=fp16) instead of setting dtype.", "precision=fp16"),
     ("Set a.rescue_precision=fp16.", ""),
     ("Choose precision=bf16, or choose a pair.", ""),

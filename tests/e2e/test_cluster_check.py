@@ -43,7 +43,7 @@ def test_nodes_are_checked_a_recipe_trains_on_both_and_a_lost_one_is_named(tmp_p
     assert script.wait(SECONDS) == 75, log.read_text()[-3000:]
     said = log.read_text()
     assert said.count("plugin: loaded") == 2 and said.count("versions: python") == 2
-    assert "verl_precision: the node" in said and "was lost" in said and "goes on from its last checkpoint" in said
+    assert "verl_precision: the node" in said and "was lost" in said and "resumes from its last checkpoint" in said
     rows = read_metrics(metrics)
     assert [row["step"] for row in rows][:2] == [1, 2]
     assert all(row["actor/grad_norm"] > 0 for row in rows)

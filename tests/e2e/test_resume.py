@@ -217,7 +217,7 @@ def test_compare_goes_on_when_the_command_itself_was_killed(tmp_path, own_proces
     killed_at("step 3/", command)
     driver = next(process for process in own_processes() if "verl.trainer.main_ppo" in process.cmdline())
     again = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "goes on in" in again.stdout and not psutil.pid_exists(driver.pid) and not list(temporary.glob("vp-*"))
+    assert "continues in" in again.stdout and not psutil.pid_exists(driver.pid) and not list(temporary.glob("vp-*"))
     (folder,) = (tmp_path / "quickstart").iterdir()
     rows = assert_one_series(folder / "fp16" / "metrics.jsonl")
     assert json.loads((folder / "summary.json").read_text())["runs"][0]["steps"] == len(rows)

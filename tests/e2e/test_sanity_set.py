@@ -25,7 +25,7 @@ def sanity_set(task: Path, folder: Path, in_flight: int) -> list[str]:
     return command(
         *("sanity-set", str(task / "problems.jsonl"), "--model", str(task / "model"), "--output", str(folder)),
         *("--in-flight", str(in_flight), "--reward", "recipes/sanity_arithmetic/reward.py"),
-        *("--max-prompt-length", "8", "--max-response-length", "8", "--keep-text"),
+        *("--max-prompt-tokens", "8", "--max-response-tokens", "8", "--keep-text"),
     )
 
 
@@ -112,7 +112,15 @@ def test_the_accuracy_in_two_dtypes_is_that_of_the_responses_of_the_sanity_set(t
     At the sanity set's temperature FP16 draws its responses; a context of 7 sees two tokens of them."""
     evaluated, total = tmp_path / "evaluated", 102 * 8
     evaluate = command(
-        *("evaluate", str(task / "model"), "--data", str(task / "problems.jsonl"), "--output", str(evaluated)),
+        *(
+            "evaluate",
+            "--model",
+            str(task / "model"),
+            "--data",
+            str(task / "problems.jsonl"),
+            "--output",
+            str(evaluated),
+        ),
         *("--dtype", "fp16", "--dtype", "bf16", "--responses", "8", "--context", "16", "--context", "7"),
         *("--temperature", "1", "--top-p", "1", "--reward", "recipes/sanity_arithmetic/reward.py", "--keep-text"),
     )

@@ -55,7 +55,7 @@ wrapt.register_post_import_hook(change, 'vllm.v1.worker.gpu_worker')
 # test_known_faults.py for the stale head and the canary's bound.
 @pytest.mark.matrix
 @pytest.mark.parametrize(("module", "settings", "message"), [
-    (STALE_HEAD, TIED, "Weight sync 0 did not take: lm_head: it computes with a packed copy of other weights"),
+    (STALE_HEAD, TIED, "Weight sync 0 did not take: lm_head: its kernel computes with a packed copy of weights"),
     (CHANGE_AFTER_THE_GUARD, ("precision=bf16",), "Canary of weight sync 1: replica 0: its served log-probs differ"),
 ])  # fmt: skip
 def test_a_sync_that_did_not_take_stops_the_run(run_quickstart, tmp_path, monkeypatch, module, settings, message):

@@ -57,9 +57,9 @@ def test_a_sequence_without_a_mask_is_not_truncated():
 
 def test_a_mask_that_is_not_of_its_response_is_refused():
     _, labels, packed, _ = batch(torch.Generator().manual_seed(0))
-    with pytest.raises(RuntimeError, match="belongs to a sequence of 4"):
+    with pytest.raises(RuntimeError, match="but its sequence has 4"):
         unpack([None, packed[0], None], LENGTHS, labels)
-    with pytest.raises(RuntimeError, match="lack the token that was drawn"):
+    with pytest.raises(RuntimeError, match="does not contain the token that was drawn"):
         unpack(packed, LENGTHS, labels.roll(1))
 
 

@@ -144,7 +144,7 @@ def test_the_jobs_folder_of_checkpoints_is_the_one_that_the_run_takes(load_scrip
     assert re.fullmatch(r"checkpoints/moe/bf16_grpo_vp_seq_mis-[0-9a-f]{8}", folder)
 
 
-# What the run does at its 1st, 2nd, ... start, after the functions of a run that saves.
+# What the run does at its 1st, 2nd, ... start, after the functions of a run that saves checkpoints.
 LIVES = r"""
 case "$*" in *watched_run*) ;; *) exit 0 ;; esac
 echo start "${SLURM_RESTART_COUNT:-0}"

@@ -86,7 +86,7 @@ MAKE_TASK = ["recipes/sanity_arithmetic/make_task.py", "outputs/sanity_arithmeti
 SANITY_SET = [
     *("sanity-set", "outputs/sanity_arithmetic/task/problems.jsonl", "--model", "outputs/sanity_arithmetic/task/model"),
     *("--output", "outputs/sanity_arithmetic/set", "--reward", "recipes/sanity_arithmetic/reward.py"),
-    *("--max-prompt-length", "8", "--max-response-length", "8"),
+    *("--max-prompt-tokens", "8", "--max-response-tokens", "8"),
 ]
 COMPARE = ["compare", "recipes/sanity_arithmetic/sanity_arithmetic.yaml"]
 

@@ -118,7 +118,7 @@ def test_a_layer_that_cannot_be_loaded_twice_is_counted_and_the_sync_takes(pair,
     with caplog.at_level("WARNING", logger="verl_precision.weight_sync"):
         report = pair("qwen3").sync()
     assert report.verified_layers == 0 and report.unverified_layers > 20
-    assert "lm_head is not verified: it cannot be built afresh (ZeroDivisionError" in caplog.text
+    assert "lm_head is not verified: it cannot be rebuilt for comparison (ZeroDivisionError" in caplog.text
 
 
 def test_the_cache_is_given_back_once_the_copies_have_gone(pair, monkeypatch):

@@ -146,12 +146,12 @@ def test_a_replica_with_other_log_probs_ends_the_run_or_with_action_log_only_say
 def test_a_prefix_cache_that_outlives_a_sync_is_named(healthy):
     one, replicas = canary(), [healthy[0], _replica(1, "keeps its cache")]
     _one_sync(one, replicas)
-    with pytest.raises(WeightSyncError, match="replica 1: it read 16 tokens from a prefix cache that older"):
+    with pytest.raises(WeightSyncError, match="replica 1: it read 16 tokens from a prefix cache from older"):
         _one_sync(one, replicas)
 
 
 @pytest.mark.parametrize(("behaviour", "message"), [
-    ("hangs", r"replica 1 has not answered within weight_sync\.canary\.timeout_seconds=0\.5"),
+    ("hangs", r"replica 1 did not answer within weight_sync\.canary\.timeout_seconds=0\.5"),
     ("dies", "replica 1 failed to answer"),
     ("raises", "replica 1 failed to answer: .*engine core is dead"),
 ])  # fmt: skip

@@ -101,7 +101,7 @@ def test_a_disaggregated_sync_that_sends_no_adapter(monkeypatch):
     with pytest.raises(WeightSyncError, match="LoRA adapter 123: 2 weight streams brought base weights and none an"):
         pair.sync()
     (problem,) = pair.canary().problems[-1:]
-    assert "replica 0: it answers as before this sync, to the last bit" in problem
+    assert "replica 0: its log-probs did not change at all" in problem
 
 
 def test_experts_whose_layout_the_loader_cannot_write(monkeypatch):
@@ -123,9 +123,7 @@ def test_encoder_outputs_of_the_weights_before(lone):
     runner = _worker(lone).model_runner
     runner.encoder_cache["an-image"] = torch.zeros(4, 64)
     lone.sync()
-    with pytest.raises(
-        WeightSyncError, match=r"encoder output an-image: made before weight sync \d+, and served after"
-    ):
+    with pytest.raises(WeightSyncError, match=r"encoder output an-image: from before weight sync \d+, used after"):
         lone.sync()
     lone.engines[0].llm_engine.reset_encoder_cache()  # as verl's clear_kv_cache does
     runner.encoder_cache["an-image"] = torch.zeros(4, 64)  # the same image, encoded anew
@@ -232,7 +230,7 @@ def test_one_replica_of_four_is_stale(four):
     four.sync(only=[0, 1, 3])
     *others, problem = four.canary().problems
     assert all(other.startswith("replica 2: its served log-probs differ") for other in others)
-    assert problem.startswith("replica 2: it answers as before this sync, to the last bit")
+    assert problem.startswith("replica 2: its log-probs did not change at all")
 
 
 def _applied_twice(before: dict[str, Tensor]) -> Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]:

@@ -179,8 +179,8 @@ def test_differences_name_the_tensor_and_what_happened():
     assert manifest.differences(sent, received) == [
         "cast: sent as float32[4], arrived as bfloat16[4]",
         "changed: float32[4] arrived with other values",
-        "extra: received, but the trainer did not send it",
-        "lost: sent by the trainer, never received",
+        "extra: received, but not sent by the trainer",
+        "lost: sent by the trainer, but not received",
     ]
 
 
@@ -194,5 +194,5 @@ def test_differences_name_the_tensor_and_what_happened():
 def test_weights_with_fewer_bits_than_the_rollout_holds_are_named(sent, exact, rounded):
     received = {"a.weight": torch.float32, "b": getattr(torch, sent)}
     for rollout in (*exact, *rounded):
-        named = [f"b: arrived in {sent}, too coarse for a rollout in {rollout}"] if rollout in rounded else []
+        named = [f"b: arrived in {sent}, which has fewer bits than the {rollout} rollout"] if rollout in rounded else []
         assert manifest.rounded_on_the_way(received, getattr(torch, rollout)) == named

@@ -84,11 +84,11 @@ def test_a_damaged_packed_copy_is_proof(method):
 
 
 @pytest.mark.parametrize(("method", "reason"), [
-    (HIDDEN, "packed copy that this guard cannot run"),
+    (HIDDEN, "this guard cannot run that kernel"),
     (RESHAPED, r"weight is bfloat16\[\d+, \d+\], and bfloat16\[\d+, \d+\] if built afresh"),
-    (RENAMED, "only one of the layer and one that is built afresh has packed, weight"),
-    (BREAKS, "cannot be built afresh .ZeroDivisionError: .*by zero."),
-    (UNSTEADY, "another result each time"),
+    (RENAMED, "only one of the live layer and a rebuilt layer has packed, weight"),
+    (BREAKS, "cannot be rebuilt for comparison .ZeroDivisionError: .*by zero."),
+    (UNSTEADY, "a different result at each call"),
 ])  # fmt: skip
 @pytest.mark.parametrize("damaged", [False, True])
 def test_an_unknown_layout_is_not_verified_and_never_a_failed_sync(method, reason, damaged):

@@ -101,14 +101,14 @@ def test_a_packed_copy_that_stays_old_is_named_on_every_kernel(kernel, monkeypat
 
     monkeypatch.setattr(method, "process_weights_after_loading", keeps_its_old_copy)
     move(pair.trainer)
-    with pytest.raises(WeightSyncError, match=r"layers\.1\.mlp\.down_proj: it computes with a packed copy of other"):
+    with pytest.raises(WeightSyncError, match=r"layers\.1\.mlp\.down_proj: its kernel computes with a packed copy"):
         pair.sync()
 
 
 @pytest.mark.skipif(BEFORE_0_28, reason=LACKS)
 @pytest.mark.parametrize(("architecture", "repair", "message"), [
     # Upstream's reload leaves the tied head's repacked copy as it was.
-    ("qwen3_tied", "shared_parameter_layers", "lm_head: it computes with a packed copy of other weights"),
+    ("qwen3_tied", "shared_parameter_layers", "lm_head: its kernel computes with a packed copy of weights other than"),
     # Upstream packs expert weights for its CPU kernel at the first load only: SkyRL#1680.
     ("qwen3_moe", "forget_expert_kernel", r"experts.*w13_weight: \d+ of \d+ elements are not those that were sent"),
 ])  # fmt: skip
@@ -141,11 +141,11 @@ _drop_one = without("layers.1.self_attn.q_norm.weight")
 
 @pytest.mark.parametrize(("damage", "message"), [
     ({"damage": _flip_one_bit}, r"layers\.3\.mlp\.up_proj\.weight: float32\[128, 64\] arrived with other values"),
-    ({"damage": _drop_one}, r"layers\.1\.self_attn\.q_norm\.weight: sent by the trainer, never received"),
+    ({"damage": _drop_one}, r"layers\.1\.self_attn\.q_norm\.weight: sent by the trainer, not received"),
     ({"before": _drop_one}, r"layers\.1\.self_attn\.q_norm\.weight: no tensor of the sync was loaded into it"),
     ({"before": _drop_one, "manifest": False}, r"layers\.1\.self_attn\.q_norm\.weight: no tensor of the sync"),
-    ({"damage": without(MANIFEST_NAME)}, "the manifest: announced by the trainer, never received"),
-    ({"damage": without(ANNOUNCEMENT_NAME)}, r"embed_tokens\.weight: sent by the trainer, never received"),
+    ({"damage": without(MANIFEST_NAME)}, "the manifest: announced by the trainer, but not received"),
+    ({"damage": without(ANNOUNCEMENT_NAME)}, r"embed_tokens\.weight: sent by the trainer, not received"),
     ({"before": lambda stream: ((name, tensor.bfloat16()) for name, tensor in stream)}, "arrived in bfloat16, too"),
 ])  # fmt: skip
 def test_damage_on_the_way_is_named(damage, message):
@@ -165,7 +165,7 @@ def test_quantised_rollout_is_checked_for_arrival_only(monkeypatch, caplog):
         report = pair.sync()
     assert report.verified_layers == 0 and report.unverified_layers > 20
     assert "checked for arrival only" in caplog.text
-    with pytest.raises(WeightSyncError, match="never received"):
+    with pytest.raises(WeightSyncError, match="not received"):
         pair.sync(damage=_drop_one)
 
 

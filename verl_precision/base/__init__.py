@@ -1,2 +1,2 @@
-"""The ground that every room stands on: errors, files, settings, versions, mergeable statistics, and the dtypes that a
+"""Shared by all other packages: errors, files, settings, versions, mergeable statistics, and the dtypes that a
 config of verl asks for."""

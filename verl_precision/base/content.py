@@ -1,4 +1,4 @@
-"""The content of files, told by their sizes and a sample of their bytes: fast for 100 GB, and wherever they lie."""
+"""Fingerprints of files, from their sizes and a sample of their bytes: fast for 100 GB, and independent of the path."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # transformers' order of 
 
 
 def content_digest(files: Sequence[Path]) -> str:
-    """Return 16 digits of files in their order; their names and folders do not matter.
+    """Return 16 hex digits of the contents of files, in order; names and folders have no effect.
 
     Of each file: its size and 64 blocks of 64 KiB at equal distances, the first and the last among them. A file of at
     most 4 MiB is read whole. More than 16 files share 1,024 blocks, and each keeps at least four. So a change that

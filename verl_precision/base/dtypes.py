@@ -11,7 +11,7 @@ EXACT = "exact"  # with these trainer and rollout round the same numbers
 
 
 class Names(NamedTuple):
-    """A dtype by the names that it has elsewhere."""
+    """The names of one dtype in other software."""
 
     torch: str
     safetensors: str

@@ -1,4 +1,4 @@
-"""The errors this package raises; each says the setting, the value got, what is allowed and what to do."""
+"""The errors of this package; each names the setting, its value, the allowed values and the remedy."""
 
 import sys
 import traceback
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 def describe(problem: str, setting: str = "", value: object = None, allowed: str = "", remedy: str = "") -> str:
-    """Return the one text that errors and findings of `check` have for a user; fields as in `VerlPrecisionError`."""
+    """Return the text of an error or finding for a user; fields as in `VerlPrecisionError`."""
     head = ": ".join(filter(None, (subject(setting, value), problem)))
     parts = [part for part in (head, allowed and f"Allowed: {allowed}", remedy) if part]
     return head if parts == [head] else " ".join(map(sentence, parts))
@@ -66,19 +66,19 @@ class WeightSyncError(VerlPrecisionError, RuntimeError):
 
 
 class LossScaleError(VerlPrecisionError, ArithmeticError):
-    """Gradients stay non-finite however small the loss scale is."""
+    """Gradients stay non-finite even at the smallest loss scale."""
 
 
 class PrecisionContradictionError(VerlPrecisionError, RuntimeError):
-    """Something ran in another dtype than the config asks for."""
+    """A computation ran in another dtype than the config sets."""
 
 
 class PatchError(VerlPrecisionError, RuntimeError):
-    """A tree cannot be patched, or not safely."""
+    """A tree cannot be patched safely."""
 
 
 class CheckpointStateError(VerlPrecisionError, RuntimeError):
-    """State that this package keeps in a checkpoint cannot be read back."""
+    """This package's state in a checkpoint cannot be read."""
 
 
 class MismatchAlarmError(VerlPrecisionError, RuntimeError):
@@ -90,18 +90,18 @@ class RunFailedError(VerlPrecisionError):
 
 
 class CheckFailedError(VerlPrecisionError, AssertionError):
-    """In the self-test: this machine, or the software on it, does not do what training depends on."""
+    """In the self-test: this machine or its software failed a check."""
 
 
 def error_in_one_line(error: Exception) -> str:
-    """Return an error in one line: ours and the system's in their own words, another one with its class."""
+    """Return an error in one line; errors of other libraries with their class."""
     known = isinstance(error, VerlPrecisionError | OSError)
     return " ".join((str(error) if known else f"{type(error).__name__}: {error}").split())[:1000]
 
 
 @contextmanager
 def after_ctrl_c(text: str) -> Iterator[None]:
-    """Have this text shown if Ctrl-C ends what is inside."""
+    """Show this text if Ctrl-C ends the block."""
     try:
         yield
     except KeyboardInterrupt:
@@ -110,7 +110,7 @@ def after_ctrl_c(text: str) -> Iterator[None]:
 
 @contextmanager
 def ending_the_process(part: str) -> Iterator[None]:
-    """End this process, in words, where the code inside raises: hosts only warn of it, and go on without this package.
+    """End this process with a message if the block raises; verl would only warn and continue without this package.
 
     An error that nobody foresaw has its traceback above its words; `part` says which part of this package it ended.
     SystemExit is what hosts let pass.
@@ -118,7 +118,7 @@ def ending_the_process(part: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        said, remedy = str(error), "Nothing goes on unchecked. Mend the file that it names"
+        said, remedy = str(error), "The run stops because it cannot be checked. Correct the file that the error names"
         if isinstance(error, OSError) and error.filename is not None:
             said = describe(said, remedy=remedy)
         elif not isinstance(error, VerlPrecisionError):
@@ -131,6 +131,6 @@ def ending_the_process(part: str) -> Iterator[None]:
 
 
 def require(condition: bool, problem: str, remedy: str = "") -> None:
-    """In a check of the self-test: raise CheckFailedError with this text unless the condition holds."""
+    """Raise CheckFailedError with this text unless the condition is true (in the self-test)."""
     if not condition:
         raise CheckFailedError(problem, remedy=remedy)

@@ -40,7 +40,7 @@ def _asks(name: str, value_of: Callable[[str], object]) -> bool:
 
 
 def features_asked_for(group: str, value_of: Callable[[str], object], promised: Iterable[str] = ()) -> list[Any]:
-    """Return the objects of a group whose settings are in use, each once, in the order of their names.
+    """Return the objects of a group whose settings are switched on, each once, sorted by name.
 
     `value_of` returns the value of a setting, None where there is none. A feature that is `promised`, asked for and not
     installed is a ConfigurationError: it would be left out in silence.
@@ -51,8 +51,8 @@ def features_asked_for(group: str, value_of: Callable[[str], object], promised: 
         if _asks(name, value_of) and name not in {point.name for point in points}:
             setting = name.partition(":")[0]
             raise ConfigurationError(
-                "what does this is not installed beside the plugin", setting=setting, value=value_of(setting),
-                allowed="a feature that is installed",
-                remedy="Install verl-precision again, as before: its list of features is of another version.",
+                "the part of this package that does this is not installed", setting=setting, value=value_of(setting),
+                allowed="an installed feature",
+                remedy="Install verl-precision again, as before: its list of features belongs to another version.",
             )  # fmt: skip
     return [point.load() for point in asked.values()]

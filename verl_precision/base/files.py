@@ -1,4 +1,4 @@
-"""Files and folders that appear complete or not at all."""
+"""Writes files and folders so that they appear complete or not at all."""
 
 import json
 import os
@@ -23,7 +23,7 @@ LARGEST = 2**31  # bytes of a file that is read; metrics of 100,000 steps have a
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """Have whatever is raised inside say in words that this file cannot be read; that it is not there stays."""
+    """Turn any error of the block into a message that this file cannot be read, except for a missing file."""
     try:
         yield
     except (VerlPrecisionError, FileNotFoundError, NotADirectoryError):
@@ -34,7 +34,7 @@ def naming_file(path: Path) -> Iterator[None]:
 
 @contextmanager
 def open_regular(path: Path, mode: str = "rb", most: float = LARGEST) -> Iterator[BinaryIO]:
-    """Yield a file, open in a binary mode; what is raised inside names it, as in `naming_file`.
+    """Open a file in a binary mode; errors of the block name it, as in `naming_file`.
 
     A FIFO, a socket, a device, a folder, or a link to one, is not opened: nothing waits for it or fills memory.
 
@@ -45,15 +45,15 @@ def open_regular(path: Path, mode: str = "rb", most: float = LARGEST) -> Iterato
     with naming_file(path):
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
-            raise _unreadable(path, "it is no regular file, and was not opened")
+            raise _unreadable(path, "it is not a regular file, so it was not opened")
         if found.st_size > most:
-            raise _unreadable(path, f"it has {found.st_size} bytes, of which at most {most:.0f} are read")
+            raise _unreadable(path, f"it has {found.st_size} bytes; files of at most {most:.0f} bytes are read")
         with open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             yield cast(BinaryIO, file)
 
 
 def _unreadable(path: Path, problem: str) -> ConfigurationError:
-    return ConfigurationError(problem, setting="FILE", value=str(path), remedy="Mend it, or move it away.")
+    return ConfigurationError(problem, setting="FILE", value=str(path), remedy="Correct it, or move it away.")
 
 
 def table_of(module: str, name: str = "") -> Any:
@@ -70,7 +70,7 @@ def table_of(module: str, name: str = "") -> Any:
 
 
 def shipped_folder(name: str) -> Path:
-    """Return a folder of the repository that travels with the package: its data if installed, else beside it."""
+    """Return a folder that is shipped with the package: its data if installed, else the repository's."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / name, package.parent / name):
         if folder.is_dir():
@@ -137,7 +137,7 @@ def _meant(path: Path, scratch: Path) -> Iterator[None]:
 
 
 def require_regular(path: Path, replace: bool = True) -> None:
-    """Refuse to write to what is there: a device, pipe or folder, also behind a link, or what may not be replaced."""
+    """Refuse to write to a device, pipe or folder (also through a link), or to a file that must not be replaced."""
     if path.exists() and not path.is_file():
         problem, remedy = f"{path}: it is no regular file; nothing was written", "Name another file."
         raise ConfigurationError(problem, allowed="a regular file, or a new name", remedy=remedy)

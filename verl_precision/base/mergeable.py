@@ -26,7 +26,7 @@ SMALLEST_VARIANCE = 1e-12
 def _equal(mine: Any, theirs: Any) -> Any:
     if mine != theirs:
         problem = f"statistics with the settings {mine} and {theirs} cannot be merged"
-        raise ConfigurationError(problem, remedy="Give all micro-batches and ranks the same.")
+        raise ConfigurationError(problem, remedy="Use the same settings for all micro-batches and ranks.")
     return mine
 
 
@@ -89,7 +89,7 @@ class Mean(Statistic):
 
 @dataclass(frozen=True)
 class Share(Mean):
-    """A share of what lies within bounds, which are a setting."""
+    """The share of values within bounds; the bounds are a setting."""
 
     bounds: tuple[float, ...] = same()
 
@@ -208,7 +208,7 @@ class RatioSampleSize(Statistic):
 
 
 class Mergeable(Protocol):
-    """What can be merged with its like."""
+    """An object that merges with others of its class."""
 
     def merge(self, other: Self) -> Self:
         """Return both pieces together; neither changes."""
@@ -244,6 +244,6 @@ class StatisticSet:
         return type(self)(merge_by_name([self.statistics, other.statistics]))
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics by name; those that are undefined on what was measured are left out."""
+        """Return the metrics by name, without undefined ones."""
         values = [statistic.values(name) for name, statistic in self.statistics.items()]
         return {self.prefix + name: value for found in values for name, value in found.items() if math.isfinite(value)}

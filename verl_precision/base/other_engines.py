@@ -1,4 +1,4 @@
-"""Presets and recipes with verl's Megatron engine: their FSDP settings, said in its words.
+"""Translates the FSDP settings of presets and recipes for verl's Megatron engine.
 
 Presets and recipes state what they want in the settings of verl's FSDP engine. With `model_engine=megatron` verl's
 typed configs have no such blocks. Before verl gets the config, each setting is moved to the one that says the same
@@ -71,7 +71,7 @@ def _moved(words: dict[str, Any], path: str, block: dict[str, Any]) -> Iterator[
             if not name.startswith("loss_scale") or dtype == "fp16":
                 yield moved[whole] + name.removeprefix(whole), value
         elif name not in neutral or neutral[name] not in (None, value):
-            problem, allowed = "verl's megatron engine has nothing of the kind", str(neutral.get(name, "not set"))
+            problem, allowed = "verl's megatron engine has no such setting", str(neutral.get(name, "not set"))
             remedy = "Leave it out with this engine, or choose model_engine=dp."
             raise ConfigurationError(problem, setting=f"{path}.{name}", value=value, allowed=allowed, remedy=remedy)
 
@@ -89,7 +89,7 @@ def _put(node: DictConfig, setting: str, value: Any) -> None:
     """Set a value; a recipe's own word about this engine's optimizer stays, and its own dtype must be the preset's."""
     found = OmegaConf.select(node, setting)
     if setting.endswith(".dtype") and found not in (None, _VERLS, value):
-        problem, remedy = "it contradicts the preset of precision, which says it too", "Leave one of the two out."
+        problem, remedy = "it contradicts the precision preset, which sets the same", "Leave one of the two out."
         raise ConfigurationError(problem, setting=setting, value=found, allowed=str(value), remedy=remedy)
     if found is None or "override_optimizer_config" not in setting:
         OmegaConf.update(node, setting, value, force_add=True)

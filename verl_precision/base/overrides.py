@@ -1,4 +1,4 @@
-"""Values in Hydra's overrides: a config has them as they are, whatever characters they have."""
+"""Quotes values for Hydra's overrides, with any characters."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ _NO_TEXT = re.compile(r"\$\{|\A\?\?\?\Z|\0|[\ud800-\udfff]")
 
 
 def quoted(value: Path | str) -> str:
-    """Return a path or text as the value of a Hydra override, KEY=VALUE, from which Hydra reads the same.
+    """Return a path or text, quoted as the value of a Hydra override KEY=VALUE.
 
     Raises:
         ConfigurationError: If no config can have it.

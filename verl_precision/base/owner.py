@@ -43,7 +43,7 @@ _one_at_a_time = threading.Lock()  # the kernel's lock lets other threads of thi
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="ignore"))  # a later version may say more
 class Owner:
-    """A process that owns a folder, or has owned it."""
+    """A present or former owner of a folder."""
 
     host: str
     process: int
@@ -57,12 +57,12 @@ class Owner:
 
 
 def this_job() -> str | None:
-    """Return the id of the job that this process belongs to; None where nobody gave one."""
+    """Return the id of this process's job, or None."""
     return next((os.environ[name] for name in _JOB_IDS if os.environ.get(name)), None)
 
 
 def take(folder: Path, wait_seconds: float = 0.0) -> Owner | None:
-    """Own a folder, which is made, until this process ends or calls `release`; return who owns it already, if any.
+    """Create and lock a folder until this process ends or calls `release`; return another process that owns it, if any.
 
     With `wait_seconds`, ask again until then.
     """
@@ -73,7 +73,7 @@ def take(folder: Path, wait_seconds: float = 0.0) -> Owner | None:
 
 
 def release(folder: Path) -> None:
-    """Give up a folder that this process owns; another one's is left alone."""
+    """Release a folder if this process owns it."""
     with _one_at_a_time:
         if file := _held.pop(_key(folder), None):
             file.close()
@@ -85,8 +85,8 @@ def owned_here(folder: Path) -> bool:
 
 
 def owners(folder: Path) -> list[Owner]:
-    """Return who has owned a folder, the last one last; what is no whole line of this module's is left out."""
-    file, remedy = _held.get(_key(folder)), "Remove it, if no run is at work there."
+    """Return the owners of a folder, the latest last; incomplete lines are ignored."""
+    file, remedy = _held.get(_key(folder)), "Remove it if no run uses this folder."
     text = _text(file) if file else read_state(folder / OWNER_FILE, str, remedy) or ""
     return [owner for line in text.splitlines(keepends=True) if (owner := _owner(line))]
 
@@ -107,7 +107,7 @@ def _take(folder: Path) -> Owner | None:
             if error.errno not in _NO_LOCKS:
                 file.close()
                 raise
-            logger.warning("the file system of %s has no locks: nothing keeps a second run out (%s)", folder, error)
+            logger.warning("the file system of %s has no file locks: a second run could use it too (%s)", folder, error)
         mine = Owner(socket.gethostname(), os.getpid(), this_job(), time.strftime("%Y-%m-%dT%H:%M:%S%z"))
         file.write(f"\n{json.dumps(asdict(mine))}\n".encode())  # the last line may have been cut short
         file.flush()
@@ -131,7 +131,7 @@ def _owner(line: str) -> Owner | None:
 def _last(file: IO[bytes]) -> Owner:
     """Return the owner of a locked file: it may not have written its line yet, or something is written behind it."""
     lines = _text(file).rstrip().splitlines() or [""]
-    return _owner(lines[-1] + "\n") or Owner("a host", 0, None, "a time that nobody knows")
+    return _owner(lines[-1] + "\n") or Owner("a host", 0, None, "an unknown time")
 
 
 def _key(folder: Path) -> tuple[int, Path]:

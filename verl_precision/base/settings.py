@@ -104,6 +104,6 @@ def _translated(error: ValidationError, cls: Any, spell: Callable[[str], str]) -
         return ConfigurationError(f"{setting}: it is missing", allowed=allowed, remedy="Give a value.")
     remedy = "Give one of these."
     if not field.is_required():
-        remedy = f"Leave it out for the default, {field.get_default(call_default_factory=True)}."
+        remedy = f"Leave it out to use the default, {field.get_default(call_default_factory=True)}."
     allowed, remedy = first["msg"].removeprefix("Input should be "), field.description or remedy
     return ConfigurationError("this cannot work", setting=setting, value=first["input"], allowed=allowed, remedy=remedy)

@@ -15,7 +15,7 @@ _DEAF_SECONDS = 60.0  # longer than any cleaning; after them the first signal co
 
 @contextmanager
 def ended_by_signals(process_ends: bool = False) -> Iterator[list[int]]:
-    """Have Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt inside; yield a list that gets its number.
+    """Make Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt in the block; the yielded list gets the signal's number.
 
     Those that follow it are not heard: they would break what the first has begun. Signals that are ignored (nohup), or
     that somebody handles, stay so; in a thread other than the main one nothing changes. Where the process ends after
@@ -43,7 +43,7 @@ def ended_by_signals(process_ends: bool = False) -> Iterator[list[int]]:
 
 
 def completed(futures: Collection[Future[Any]]) -> Iterator[Future[Any]]:
-    """Yield futures as they complete, in the main thread, which hears signals meanwhile.
+    """Yield futures as they complete, in the main thread, so that signals are handled meanwhile.
 
     Of two signals at once the system may give both to another thread, and what this one waits for is not interrupted:
     so it wakes up by itself.

@@ -1,8 +1,7 @@
-"""Small files in which one start leaves its state to the next: read back as they were written, or refused in words.
+"""State files from one start of a run to the next: read exactly as written, or refused with an error.
 
-A killed process, a full disk, an editor or another version may have left anything in them. So a file is read whole, if
-it is a regular one, not too large, UTF-8, and JSON or YAML of plain values; then its content is taken strictly: no key
-more or less, no text for a number, and neither NaN nor infinity.
+Such a file may have any content. It must be a regular file, not too large, UTF-8, and JSON or YAML of plain values. Its
+content is checked strictly: exact keys, no text for a number, no NaN, no infinity.
 """
 
 import functools
@@ -27,17 +26,17 @@ _adapter = functools.cache(lambda kind: TypeAdapter(kind, config=STRICT))
 
 @contextmanager
 def refused_in_words(what: str, remedy: str) -> Iterator[None]:
-    """Have any error of the code inside, which reads `what`, be a CheckpointStateError: rubbish may raise anything."""
+    """Turn any error of the block, which reads `what`, into a CheckpointStateError."""
     try:
         yield
     except Exception as error:
         inner = error.problem if isinstance(error, CheckpointStateError) else ""
         problem = f"{what}: {inner}" if inner else f"{what} cannot be read ({error_in_one_line(error)[:_SHOWN]})"
-        raise CheckpointStateError(problem, allowed="what this version wrote", remedy=remedy) from error
+        raise CheckpointStateError(problem, allowed="a file that this version wrote", remedy=remedy) from error
 
 
 def read_state(path: Path, read: Callable[[Any], T], remedy: str) -> T | None:
-    """Return what `read` makes of a file's JSON or YAML, or else of its text; None where there is no file.
+    """Return the result of `read` on a file's JSON, YAML or text; None if there is no file.
 
     Raises:
         CheckpointStateError: If it cannot be opened or understood, or `read` raises.
@@ -56,12 +55,12 @@ def read_state(path: Path, read: Callable[[Any], T], remedy: str) -> T | None:
 
 
 def checked(kind: Any, value: Any) -> Any:
-    """Return a plain value as one of a type; raise ValueError for another, strictly, and for NaN and infinity."""
+    """Return a value of exactly this type; raise ValueError for other types, NaN and infinity."""
     return _adapter(kind).validate_python(value)
 
 
 def require_fields(kind: type, state: Mapping[str, Any]) -> None:
-    """Raise unless each value of a state is strictly of the type that a dataclass, its owner, gives the field."""
+    """Raise unless each value of a state has exactly the type of its field in the dataclass."""
     kinds = get_type_hints(kind, include_extras=True)
     for name, value in state.items():
         if is_dataclass(kinds[name]):
@@ -71,7 +70,7 @@ def require_fields(kind: type, state: Mapping[str, Any]) -> None:
 
 
 def plain_yaml(text: str) -> Any:
-    """Return the values of YAML without aliases, whose unfolding may be endless; deep ones overflow libyaml's stack."""
+    """Return the values of YAML; aliases and deep nesting are refused."""
     import yaml
 
     loader, depth = getattr(yaml, "CSafeLoader", yaml.SafeLoader), 0

@@ -1,4 +1,4 @@
-"""Tables and paragraphs on a terminal, of the same look for all verbs, which fold what is too long and cut nothing."""
+"""Tables and paragraphs on a terminal, with one look for all verbs; long text is wrapped, not cut."""
 
 import re
 import textwrap
@@ -14,7 +14,7 @@ _UNSEEN = re.compile("[\x00-\x08\n-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800
 
 
 def printable(text: str) -> str:
-    r"""Return a line as a terminal may have it: a character that is not to be seen is written as \x1b."""
+    r"""Return a line that is safe on a terminal: invisible characters are written as \x1b."""
     return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
@@ -42,7 +42,7 @@ def terminal_table(
 
 
 def paragraph(text: str, console: Console, indent: str = "") -> str:
-    """Return an indented text: on a terminal its lines end between words; elsewhere, for grep, they stay whole."""
+    """Return an indented text: wrapped between words on a terminal, unwrapped elsewhere (for grep)."""
     width = console.width if console.is_terminal else 10**9
     fold = textwrap.TextWrapper(
         width, indent, indent, break_long_words=False, break_on_hyphens=False, expand_tabs=False

@@ -1,4 +1,4 @@
-"""The dtypes a composed config asks for, and where each comes from.
+"""The dtypes of a composed config, and the setting that decides each.
 
 As verl 0.9.1 does it: FSDP computes in `mixed_precision.param_dtype` (BF16 where it is not set) and never reads
 `dtype`; Megatron reads `dtype`, and its optimizer keeps FP32 weights; VeOmni and TorchTitan compute in BF16 whatever is
@@ -117,7 +117,7 @@ def _engine(role: str, path: str, owner: DictConfig) -> Engine:
 
 
 def engine_kwargs(config: DictConfig) -> DictConfig:
-    """Return what is passed through to the rollout engine; it overrides verl's own arguments."""
+    """Return the arguments that verl passes unchanged to the rollout engine; they override verl's own."""
     rollout = config.actor_rollout_ref.rollout
     return (rollout.get("engine_kwargs") or {}).get(rollout.name) or DictConfig({})
 

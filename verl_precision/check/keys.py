@@ -1,4 +1,4 @@
-"""Words and keys that Hydra takes and verl cannot use: refused before anything is computed with them.
+"""Refuses words and keys that Hydra accepts silently and verl cannot use, before anything is computed.
 
 And keys of verl's configs: which a config has, which verl 0.4 to 0.9.0 had (`keys.yaml`), which one main alone reads.
 """
@@ -30,15 +30,15 @@ def require_overrides(words: Sequence[str]) -> None:
             flag, _, value = word.lstrip("-").partition("=")
             value = value or " ".join(words[index + 1 : index + 2])
             written = f"{flag}={value}" if flag in preset_groups() else "settings as KEY=VALUE"
-            problem, allowed = "there is no such option here", "the options of --help, and Hydra overrides"
+            problem, allowed = "there is no such option", "the options of --help, and Hydra overrides"
             raise ConfigurationError(problem, setting=word, value=value, allowed=allowed, remedy=f"Write {written}.")
         if not re.match(r"~|[^=]+=", word):
-            problem, remedy = f"`{word}` is not an override", "Quote a value that has spaces; none are around the `=`."
+            problem, remedy = f"`{word}` is not an override", "Quote a value with spaces; no spaces around `=`."
             raise ConfigurationError(problem, allowed="KEY=VALUE, +KEY=VALUE or ~KEY", remedy=remedy)
         key, _, name = word.lstrip("+").partition("=")
         if key in preset_groups() and chosen.setdefault(key, name) != name:
-            problem = f"{key}={chosen[key]} is given too, and Hydra takes the last without a word"
-            remedy = f"Leave one out. Where a script gives one, write {key.upper()}={name} before its name."
+            problem = f"{key}={chosen[key]} is given too, and Hydra uses the last one without a message"
+            remedy = f"Leave one out. If a script sets one, write {key.upper()}={name} before its name."
             raise ConfigurationError(problem, setting=key, value=name, allowed="one preset", remedy=remedy)
 
 
@@ -47,13 +47,13 @@ def require_complete(config: DictConfig) -> None:
     parts = ("actor_rollout_ref", "algorithm", "critic", "data", "trainer")
     if absent := [part for part in parts if part not in config]:
         problem, remedy = f"it has no {', '.join(absent)}", "Begin it with `defaults: [ppo_trainer, _self_]`."
-        raise ConfigurationError(f"this is no config of verl's main_ppo: {problem}", remedy=remedy)
+        raise ConfigurationError(f"this is not a config of verl's main_ppo: {problem}", remedy=remedy)
     for block in (*parts, *map("actor_rollout_ref.{}".format, ("actor", "actor.optim", "model", "ref", "rollout"))):
         if not isinstance(value := OmegaConf.select(config, block), DictConfig):
             problem, remedy = "verl has a block of settings there", f"Correct the indent of the lines below {block}."
             raise ConfigurationError(problem, setting=block, value=value, allowed="a block", remedy=remedy)
     if OmegaConf.is_missing(config.actor_rollout_ref.rollout, "name"):
-        problem, remedy = "verl leaves it open, and nothing chooses one", f"Set {ROLLOUT}.name=vllm."
+        problem, remedy = "verl has no default here, and nothing sets a value", f"Set {ROLLOUT}.name=vllm."
         raise ConfigurationError(problem, setting=f"{ROLLOUT}.name", value="???", allowed="vllm", remedy=remedy)
 
 
@@ -102,6 +102,6 @@ def unread_word(config: DictConfig, key: str, value: object) -> ConfigurationErr
     section, row, rest = row_of(key)
     if section != "unread" or value in ("null", "", None) or "async_training" in config:
         return None
-    problem = "verl has kept the setting, and this main reads another: the value has no effect"
+    problem = "verl still has this setting, but this main reads another one: the value has no effect"
     remedy = f"Write {row}{rest}={value}."
     return ConfigurationError(problem, setting=key, value=value, allowed=f"{row}{rest}", remedy=remedy)

@@ -1,6 +1,6 @@
-"""The policy loss in force is tried: called as verl's engine calls it, on the small batch of `losses/invariance.py`.
+"""Tries the policy loss of a config on the small batch of `losses/invariance.py`, called as verl's engine calls it.
 
-Anyone's own is called in a process of its own, which may hang, print or end as it likes.
+The loss of a user runs in a process of its own, where it may hang, print or end the process.
 """
 
 import inspect
@@ -28,7 +28,7 @@ KEYWORDS = "old_log_prob log_prob advantages response_mask loss_agg_mode config 
 
 
 def tried_loss(config: DictConfig) -> TriedLoss | None:
-    """Return what came of trying the loss of a config that verl accepts; None where no policy loss is in force."""
+    """Return the result of trying the loss of a config that verl accepts; None if it has no policy loss."""
     distilled = config.get("distillation") or {}
     if distilled.get("enabled") and not (distilled.get("distillation_loss") or {}).get("use_task_rewards", True):
         return None  # verl multiplies it by 0
@@ -125,7 +125,7 @@ def _as_verl_calls(loss: Any, config: DictConfig) -> invariance.Loss:
         pair = tuple(returned) if isinstance(returned, tuple | list) else ()
         if len(pair) != 2 or not isinstance(pair[0], Tensor) or not isinstance(pair[1], Mapping):
             kinds = f"({', '.join(type(each).__name__ for each in pair)})" if pair else type(returned).__name__
-            problem = f"it returns {kinds}, and verl unpacks a tensor and a dictionary of metrics"
+            problem = f"it returns {kinds}, but verl expects a tensor and a dictionary of metrics"
             raise invariance.UnusableLossError(problem)
         return pair[0]
 

@@ -1,4 +1,4 @@
-"""What is known of a model without loading it: its `config.json`, a file that stands for it, or facts by its name.
+"""Facts about a model without loading it: from its `config.json`, from a replacement file, or by its name.
 
 And the models that verl serves beside the policy: a distillation's teachers, a reward model, each with its dtype.
 verl's YAML has one teacher, which takes the rollout's; one by another name has what its typed config says: BF16.
@@ -79,20 +79,20 @@ def read_config(path: Path, setting: str) -> dict[str, Any]:
         if not stat.S_ISREG(found.st_mode):
             raise ValueError("it is not a regular file")
         if found.st_size > LARGEST:
-            raise ValueError(f"it has {found.st_size:,} bytes, and a config.json some thousands")
+            raise ValueError(f"it has {found.st_size:,} bytes, but a config.json has some thousands")
         content = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError("its JSON is not an object")
         content = {**(content.get("text_config") or {}), **content}
         for key in COUNTS:
             if (count := content.get(key)) is not None and not (type(count) is int and count > 0):
-                raise ValueError(f"{key} is {count!r}, and not a whole number above 0")
+                raise ValueError(f"{key} is {count!r}, not a whole number above 0")
         if not isinstance(content.get("model_type", ""), str):
-            raise ValueError(f"model_type is {content['model_type']!r}, and not a word")
+            raise ValueError(f"model_type is {content['model_type']!r}, not a word")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         why = getattr(error, "strerror", None) or f"{error}".partition("\n")[0][:200]
         raise ConfigurationError(
-            f"this is no model's config.json: {why}", setting=setting, value=str(path)[:200],
+            f"this is not a model's config.json: {why}", setting=setting, value=str(path)[:200],
             allowed="a config.json as the hub has it, or a folder with one", remedy="Correct the path or the file.",
         ) from error  # fmt: skip
     return content

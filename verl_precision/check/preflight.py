@@ -1,4 +1,4 @@
-"""What can be known to fail, said before Ray or a model starts.
+"""Checks before Ray or a model starts.
 
 Every preset installs `PreflightCallback` into Hydra, which calls it in the driver once the config is composed.
 """

@@ -1,4 +1,4 @@
-"""What rules have to know beyond the config, and what of it could not be found out, so that a verdict says so."""
+"""Facts for the rules beyond the config; a verdict names the facts that are missing."""
 
 import os
 import sys
@@ -97,7 +97,7 @@ def unknown_things(config: DictConfig, found: Environment, known: Described) -> 
         why, remedy = "no GPU is here, and neither --gpu nor a scale names one", "Give --gpu NAME, e.g. --gpu H100."
         yield _not_looked_at("gpu-unknown", "trainer.device", why, MEMORY, remedy, device)
     if device != "cpu" and beyond:
-        why = "the arithmetic of a GPU's memory knows FSDP without a critic, on CUDA, and vLLM on the same GPUs"
+        why = "the memory estimate supports only FSDP without a critic, on CUDA, with vLLM on the same GPUs"
         yield _not_looked_at("memory-unknown", beyond, why, MEMORY, MEASURE, OmegaConf.select(config, beyond))
     if found.vllm is None and config.actor_rollout_ref.rollout.name == "vllm":
         remedy, subject = "Check again in the run's environment.", "whether it loads adapters"
@@ -113,13 +113,13 @@ def _of_models(config: DictConfig, found: Environment, known: Described) -> Iter
         cache = f"; `hf download {path} config.json` puts it into the hub's cache" if HUB_NAME.match(path) else ""
         yield _not_looked_at("model-unknown", MODEL, f"its config.json is {absent}", OF_MODEL, f"{GIVE}{cache}.", path)
     elif known.taken_from:
-        why = f"its config.json is {absent}; its shape is taken to be that of {known.taken_from}, by its name"
+        why = f"its config.json is {absent}; because of its name, its shape is assumed to be that of {known.taken_from}"
         yield _not_looked_at("model-by-name", MODEL, why, CONTEXT, f"{GIVE}.", path)
     if known.content and shape_of(found.model) is None and config.trainer.device != "cpu":
-        why = f"the arithmetic knows no model of the kind {found.model.get('model_type', 'of its config.json')}"
+        why = f"the memory estimate lacks the model type {found.model.get('model_type', 'of its config.json')}"
         yield _not_looked_at("shape-unknown", MODEL, why, MEMORY, MEASURE, path)
     if not found.adapter and (adapter := OmegaConf.select(config, ADAPTER)) is not None:
-        why, remedy = "its adapter_config.json is not at hand", "Check again where the adapter is."
+        why, remedy = "its adapter_config.json is not on this machine", "Check again where the adapter is."
         yield _not_looked_at("adapter-unknown", ADAPTER, why, "its modules, its dropout", remedy, adapter)
 
 

@@ -1,4 +1,4 @@
-"""What verl itself says of a composed config: its validators, its typed configs and its registries are asked.
+"""Calls verl's own validators, typed configs and registries on a composed config.
 
 verl asks them too: some before Ray starts, most in a worker, minutes later. Here each is asked by itself, so that an
 answer names the setting at fault. Nothing is started.
@@ -64,10 +64,10 @@ def _names(config: DictConfig) -> Iterator[ConfigurationError]:
             yield _refused(error, setting, value, known)
     rollout, known = config.actor_rollout_ref.rollout.name, sorted({name for name, _ in _ROLLOUT_REGISTRY})
     if rollout not in known:
-        yield _refused("it has no such rollout", "actor_rollout_ref.rollout.name", rollout, known)
+        yield _refused("verl's worker does not support this rollout", "actor_rollout_ref.rollout.name", rollout, known)
     for name in names_in(config, "trainer.logger"):
         if name not in (*Tracking.supported_backend, "tracking"):
-            problem = f"{name} is not supported, which it says once everything is loaded"
+            problem = f"{name} is not supported; verl reports this only after loading everything"
             yield _refused(problem, "trainer.logger", config.trainer.logger, Tracking.supported_backend)
 
 
@@ -76,7 +76,7 @@ def mistyped(config: DictConfig) -> list[ConfigurationError]:
 
     verl builds its typed configs without a look at the types, and fails where it computes with them.
     """
-    problem, remedy = "verl has {} here, and fails where it reads this", "Correct it, or leave it out."
+    problem, remedy = "verl expects {} here and fails when it reads this value", "Correct it, or leave it out."
     misfits = [
         ConfigurationError(problem.format(kind), setting=f"{path}.{key}", value=value, allowed=kind, remedy=remedy)
         for path, node, kinds in _blocks(config)
@@ -86,7 +86,7 @@ def mistyped(config: DictConfig) -> list[ConfigurationError]:
     if misfits or (setting := null_number(config)) is None:
         return misfits
     said = {"allowed": "a value", "remedy": f"Set {setting}."}
-    return [ConfigurationError("verl computes with this value, and null is none", setting=setting, **said)]
+    return [ConfigurationError("verl needs a number here and computes with it", setting=setting, **said)]
 
 
 def misspelt(config: DictConfig) -> Iterator[ConfigurationError]:
@@ -232,6 +232,6 @@ def _refused(said: str | BaseException, setting: str, value: object, known: Iter
     if isinstance(said, BaseException):  # an assertion without a message is told by its source line
         frames = traceback.extract_tb(said.__traceback__)
         said = str(said).partition("\n    full_key: ")[0] or (frames[-1].line if frames else "") or type(said).__name__
-    allowed = ", ".join(known) or "what verl's message asks for"
+    allowed = ", ".join(known) or "the values that verl's message names"
     remedy = f"Set {setting}." if value is None else f"Correct {setting}, or leave it out."
     return ConfigurationError(f"verl refuses it: {said}", setting=setting, value=value, allowed=allowed, remedy=remedy)

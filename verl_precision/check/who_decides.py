@@ -1,4 +1,4 @@
-"""Who says each setting: verl, a recipe, a preset, or a word of the command? And `presets=win`, with which presets do.
+"""The origin of each setting: verl, a recipe, a preset, or a word of the command; with `presets=win`, presets win.
 
 A composed config does not know where its values come from. It names its sources, its choices and the command's words in
 Hydra's own node, which is enough to ask Hydra for the same list of files again, in the order in which it merges them.
@@ -150,7 +150,7 @@ class WinningWord:
 
     @property
     def contradicts(self) -> bool:
-        """Whether the command says two things.
+        """Whether the command contradicts itself.
 
         A scale is a place to begin: batch sizes, GPUs, paths and saving are changed on it in every recipe's run, and
         what does not fit the machine is a fault of its own. Words over a scale are in `--json` alone, and stay.

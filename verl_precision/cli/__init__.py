@@ -1,4 +1,4 @@
-"""`verl-precision <verb>`: what a user types. Each verb is an entry point, and stands in the room that does its work.
+"""The command line, `verl-precision <verb>`. Each verb is an entry point and lives in the package that does its work.
 
 What a verb needs is imported inside its function, so that `--help` and a refused option take a fraction of a second.
 """

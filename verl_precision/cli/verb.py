@@ -27,6 +27,12 @@ from verl_precision.base.terminal import paragraph
 GROUP = "verl_precision.verbs"  # of entry points
 SECTIONS = ("Before a run", "A run", "Models and data", "Set-up")  # of --help, in this order
 _HELP = {"help_option_names": ["-h", "--help"]}
+# What --help calls a value: by the option's name, else by its type, else that name in capitals.
+_VALUES = {"overrides": "KEY=VALUE", "config": "RECIPE", "cluster": "ADDRESS", "only": "CHECK", "model": "MODEL"}
+_VALUES |= {"rollout_model": "MODEL", "output": "FOLDER", "folder": "FOLDER", "tree": "TREE", "device": "cuda|cpu"}
+_VALUES |= {"checkpoint": "CHECKPOINT", "prompts": "FILE", "data": "FILE", "source": "FILE", "prompt_field": "COLUMN"}
+_VALUES |= {"precision": "PRESET", "estimator": "PRESET", "dtype": "fp16|bf16|fp32", "reward": "FILE.py:FUNCTION"}
+_TYPES = {"int": "N", "float": "NUMBER", "Path": "PATH"}
 
 
 class _Verbs(TyperGroup):
@@ -61,9 +67,9 @@ class _Verbs(TyperGroup):
         return option
 
     def main(self, *args: Any, **settings: Any) -> Any:
-        """Run what was typed; a disk or a stream that refuses it ends it in words."""
+        """Run the typed command; an error of a disk or stream ends it with a message."""
         if not self.commands:
-            say("error: this copy is not installed, or of another version. In a clone: pip install .", errors, "red")
+            say("error: this copy is not installed, or is of another version. In a clone: pip install .", errors, "red")
             sys.exit(1)
         try:
             try:
@@ -83,11 +89,11 @@ class _Verbs(TyperGroup):
 
 
 _REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space there, or name another place.")
-_REMEDIES |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Name a place where you may do that.")
+_REMEDIES |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Name a place where you have write access.")
 
 
 def _words_of(error: OSError) -> str:
-    """Return what the system has refused, of which file, and what to do; some libraries' errors have words alone."""
+    """Return the system's error with its file and a remedy; some libraries' errors have only a text."""
     if error.errno is None:
         return str(error) or type(error).__name__
     words = f"{error.filename or 'the output'}: {sentence(error.strerror or '')}"
@@ -110,7 +116,7 @@ _PROGRESS_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # huggingface_hub and transform
 
 
 def say(text: str, to: Console = console, style: str | None = None) -> None:
-    """Print a text as it is; on a terminal its lines end between words."""
+    """Print a text without markup; on a terminal it is wrapped between words."""
     to.print(paragraph(text, to), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -132,7 +138,7 @@ def silence_third_party() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Verb:
-    """What a user types by its name, which is that of its entry point."""
+    """A verb of the command line; its name is that of its entry point."""
 
     function: Callable[..., None]  # its docstring is the help, its parameters are the options
     job: str
@@ -175,6 +181,10 @@ class Verb:
 
         context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Context)
         options = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *fields)]
+        for each in options:
+            kind, shown = str(each.annotation.__origin__), each.annotation.__metadata__[0]
+            word = next((word for part, word in _TYPES.items() if part in kind), each.name.upper())
+            shown.metavar = shown.metavar or (None if "bool" in kind else _VALUES.get(each.name, word))
         run.__signature__ = inspect.Signature([context, *options])  # type: ignore[attr-defined]
         run.__annotations__ = {}  # Typer reads the signature
         alone = Typer(**_LOOK)  # type: ignore[arg-type]
@@ -199,8 +209,8 @@ def verb(
 
 
 def run_job(job: Any, session: Callable[[Any, Console], object]) -> None:
-    """Run a job with a folder, in which it is continued."""
-    with after_ctrl_c(f"every process has ended. What is done is in {job.folder}; the same command continues"):
+    """Run a job; a repeated command continues it in the same folder."""
+    with after_ctrl_c(f"every process has ended. Finished work is in {job.folder}; the same command continues it"):
         session(job, console)
 
 

@@ -1,4 +1,4 @@
-"""Which arithmetic this process was asked for, and what a model must be to have it."""
+"""The arithmetic of this process, and the models that support it."""
 
 import os
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ def arithmetic_in_use() -> str:
     """Return the name of the arithmetic that this process was asked for."""
     name = os.environ.get(VARIABLE) or "native"
     if name not in INNER:
-        problem = f"there is no such arithmetic (variable {VARIABLE})"
+        problem = f"there is no arithmetic of this name (variable {VARIABLE})"
         raise ConfigurationError(problem, setting=SETTING, value=name, allowed=", ".join(INNER))
     return name
 
@@ -46,7 +46,7 @@ def require(needed: Mapping[str, Any], problem: str) -> None:
 def require_family(config: Any) -> None:
     """Refuse a model (its config in transformers) that has operations which are not rounded once."""
     if config.model_type not in FAMILIES:
-        raise refused(f"a model of type {config.model_type!r} has operations of its own", ", ".join(FAMILIES))
+        raise refused(f"a model of type {config.model_type!r} has other operations", ", ".join(FAMILIES))
     if config.hidden_act != "silu":
         raise refused(f"the model's activation is {config.hidden_act}", "silu")
     if config.attention_dropout:

@@ -1,4 +1,4 @@
-"""Which dtype a forward really computed in, at every module that multiplies by weights; an output head in FP32."""
+"""Verifies the dtype of every matrix product in a forward pass; an output head in FP32."""
 
 import logging
 from collections import Counter
@@ -61,7 +61,7 @@ class ForwardDtypes:
             dtype = dtype_name(self.expected)
             logger.info("%s forward verified: %d matrix products, all in %s", self._role, products, dtype)
         elif not self._said:
-            problem = "no module with a matrix of its own was called (fused layers?)"
+            problem = "no module that holds a weight matrix was called (are the layers fused?)"
             logger.warning("%s forward NOT verified: %s", self._role, problem)
         self._said = True
 
@@ -74,7 +74,7 @@ def compute_head_in_fp32(model: nn.Module) -> nn.Module:
             f"the output head of {type(model).__name__} is a {type(head).__name__}",
             setting="fsdp_config.fp32_output_head",
             value=True,
-            allowed="a model whose head is a linear layer",
+            allowed="a model whose output head is a linear layer",
             remedy="Set it to False.",
         )
     head.forward = MethodType(_fp32_linear, head)  # type: ignore[method-assign]

@@ -62,7 +62,7 @@ def unpack(packed: Sequence[Tensor | None], lengths: Sequence[int], labels_N: Te
         if mask is not None:
             response = int(mask[0])
             if response >= length:
-                raise RuntimeError(f"a sampling mask of {response} tokens belongs to a sequence of {length}")
+                raise RuntimeError(f"a sampling mask has {response} tokens, but its sequence has {length}")
             places[length - response - 1 : length - 1] = mask[1 : 1 + response]
             ids.append(mask[1 + response :])
         counts.append(places)
@@ -72,7 +72,7 @@ def unpack(packed: Sequence[Tensor | None], lengths: Sequence[int], labels_N: Te
     found_N = torch.zeros_like(counts_N, dtype=torch.bool)
     found_N[places_M[ids_M == labels_N[places_M]]] = True
     if lacking := int(((counts_N > 0) & ~found_N).sum()):
-        raise RuntimeError(f"the sampling masks of {lacking} places lack the token that was drawn there")
+        raise RuntimeError(f"at {lacking} positions the sampling mask does not contain the token that was drawn")
     return SamplingMask([0, *counts_N.cumsum(0).tolist()], ids_M)
 
 

@@ -1,8 +1,8 @@
 """Loss scaling: torch's sharded gradient scaler, with settings, bounds, a report on each step and exact state.
 
-The arithmetic is torch's (`ShardedGradScaler`). Added here: the device is the engine's (torch's default, "cuda",
+The arithmetic is torch's (`ShardedGradScaler`). Additions: the device is the engine's (torch's default, "cuda",
 switches itself off elsewhere), the loss is scaled in FP32, the scale stays within bounds, each step says what happened,
-and a small JSON file beside verl's shards holds what is needed to go on as if nothing had happened.
+and a small JSON file beside verl's shards lets a resumed run continue exactly.
 """
 
 import json
@@ -70,10 +70,10 @@ class LossScaler(ShardedGradScaler):
         )
         if not self.is_enabled():
             raise EnvironmentMismatchError(
-                "torch switched its gradient scaler off, so that FP16 gradients would underflow",
+                "torch has switched its gradient scaler off, so FP16 gradients would underflow",
                 setting="trainer.device",
                 value=device,
-                allowed="cpu, or an accelerator that torch sees",
+                allowed="cpu, or an accelerator that torch finds",
                 remedy="Check the installed torch build and trainer.device, or set precision=bf16.",
             )
         self.settings = settings
@@ -179,7 +179,7 @@ def diagnosis(scaler: LossScaler, named_parameters: Iterable[tuple[str, Tensor]]
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     ranks = scaler.last_step.overflow_ranks if scaler.last_step is not None else 0
     return (
-        f"The last {scaler.steps_at_minimum} optimizer steps were skipped with the loss scale at its minimum, "
+        f"The last {scaler.steps_at_minimum} optimizer steps were skipped while the loss scale was at its minimum, "
         f"loss_scale.minimum={scaler.settings.bounds()[0]:g}, on {ranks} rank(s); non-finite gradients on this rank: "
         f"{shown or 'none'}. So small a scale does not overflow by itself: the forward does (activations beyond "
         "FP16's 65504), or the loss or the data hold inf or NaN. Allowed are fewer such steps than "

@@ -1,8 +1,8 @@
 """Router replay: a mixture of experts computes with the experts that another engine chose.
 
 Two engines round the router's scores differently, and where two experts are nearly tied they choose different ones.
-Then other weights compute the token, which no precision of the rest can mend. Replay takes the choice from the rollout
-(R3 of https://arxiv.org/abs/2510.11370), or from the trainer's own earlier forward (R2).
+Then other weights compute the token, and a higher precision elsewhere does not help. Replay takes the choice of the
+rollout (R3 of https://arxiv.org/abs/2510.11370), or of the trainer's own earlier forward pass (R2).
 The weights of the experts are the trainer's own probabilities of the chosen ones, through which gradients flow.
 
 transformers' routers choose by one `torch.topk` over all experts. That call is answered here, while a router runs, also

@@ -18,7 +18,7 @@ _PRESET = "Choose a preset: precision=fp16."
 
 @settings("fsdp_config.loss_scale.{}".format)
 class LossScaleSettings:
-    """How the loss is scaled when the forward computes in FP16; without effect in BF16 and FP32.
+    """Settings of the loss scale in FP16; without effect in BF16 and FP32.
 
     Attributes:
         mode: `dynamic` (scale grows and backs off) or `static` (stays at `initial`; overflowing steps are skipped).
@@ -27,7 +27,7 @@ class LossScaleSettings:
         growth_interval: Optimizer steps; 400 is what verl hard-wires.
         backoff_factor: S ← S·backoff_factor after an overflow; in (0, 1).
         minimum: S never falls below it.
-        maximum: S never rises above it. With all gradients zero nothing overflows, and an unbounded S would reach inf
+        maximum: S never rises above it. If all gradients are zero, an unbounded S would reach inf
             and stay there.
         stop_after_steps_at_minimum: Consecutive overflowing steps with S at its minimum after which the run stops.
     """
@@ -50,7 +50,7 @@ class LossScaleSettings:
                 setting="fsdp_config.loss_scale.initial",
                 value=self.initial,
                 allowed=f"minimum <= initial <= maximum (minimum={self.minimum}, maximum={self.maximum})",
-                remedy="Move the bound or the initial scale.",
+                remedy="Change the bound or the initial scale.",
             )
 
     def bounds(self) -> tuple[float, float]:
@@ -62,11 +62,11 @@ class LossScaleSettings:
 class ShadowSettings:
     """A second, no-grad forward of the actor in the rollout's dtype, on the same weights.
 
-    It splits the log-ratio: α = log π_shadow - log μ is what the policy did, β = log π_train - log π_shadow what the
-    precision did. It needs the actor's weights a second time, sharded alike, in that dtype.
+    It splits the log-ratio: α = log π_shadow - log μ is the change of the policy, β = log π_train - log π_shadow the
+    effect of the precision. It needs the actor's weights a second time, sharded alike, in that dtype.
 
     Attributes:
-        dtype: Dtype of the shadow forward; the rollout's, which the presets put here.
+        dtype: Dtype of the shadow forward; the presets set it to the rollout's.
         ratio_source: `training`: log-probs as the training forward gives them. `shadow`: the value of every log-prob
             of the actor is the shadow's, while its gradient goes through the training forward (straight-through), so
             that any loss sees the ratio exp(α) without β.
@@ -75,7 +75,7 @@ class ShadowSettings:
 
     dtype: str | None = None
     ratio_source: Literal["training", "shadow"] = "training"
-    every_n_steps: int = Field(default=0, ge=0, strict=True, description="0 measures never, 10 costs little.")
+    every_n_steps: int = Field(default=0, ge=0, strict=True, description="0 switches it off; 10 costs little.")
 
     def __post_init__(self) -> None:
         """Check the dtype of a shadow that is switched on."""
@@ -116,7 +116,7 @@ class _EngineSettings:
         default=None, description="Set weight_sync.rounding; the presets derive this from it and the rollout's dtype."
     )
     learning_rate_ess_base: float | None = Field(
-        default=None, gt=0, le=1, strict=True, description="1.0 is VCPO's; leave it out for a rate that is not scaled."
+        default=None, gt=0, le=1, strict=True, description="VCPO uses 1.0; without it the rate is not scaled."
     )
     log_prob_chunk_tokens: int = Field(default=512, ge=1, strict=True, description="Halve it when memory is short.")
 

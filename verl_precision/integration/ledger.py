@@ -1,9 +1,9 @@
-"""Ledger of every host symbol that this package patches, overrides, or uses although nobody promised it.
+"""Ledger of every symbol of verl and vLLM that this package patches, overrides, or uses without a documented promise.
 
 The entries are data, in `ledger.json`, by the feature that needs them. When a host module is imported, the plugin
 compares it with its entries (`check_module`). A symbol of the core that no longer looks as it did in the tested
-releases is an error that names it. One of another feature ends that feature: nothing is registered or patched for it
-(`is_lost`), and who asks for it is refused (`require_feature`; of configs the rule `feature-lost`).
+releases is an error that names it. A symbol of a single feature disables that feature: nothing is registered for it
+(`is_lost`), and a run that asks for it is refused (`require_feature`; for configs the rule `feature-lost`).
 """
 
 import ast
@@ -33,7 +33,7 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One host symbol that this package depends on."""
+    """One symbol of verl or vLLM that this package depends on."""
 
     module: str
     name: str  # dotted, inside the module
@@ -245,7 +245,7 @@ def _installed(entry: LedgerEntry) -> str:
 
 
 def already_registered(what: str, owner: Any) -> RegistrationError:
-    """Return the error for a name of the host's that another package owns."""
+    """Return the error for a name in verl that another package has registered."""
     name = f"{getattr(owner, '__module__', '?')}.{getattr(owner, '__qualname__', owner)}"
     remedy = "Remove the other package, or run without this one: VERL_USE_EXTERNAL_PLUGINS=none."
     return RegistrationError(f"{what} is already registered by {name}", allowed="one owner per name", remedy=remedy)

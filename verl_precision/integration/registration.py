@@ -33,7 +33,7 @@ logger.addHandler(_handler)
 
 
 class Registration(NamedTuple):
-    """One thing offered to a host module."""
+    """One registration with a module of verl or vLLM."""
 
     what: str  # as shown to the user
     host_module: str  # whose import triggers it
@@ -68,7 +68,7 @@ def _when_imported(module: str, call: Callable[[ModuleType], None]) -> None:
         try:
             call(host_module)
         except Exception as error:
-            problem = f"{module} is there, and what this package adds to it fails: {type(error).__name__}: {error}"
+            problem = f"{module} was imported, but our addition to it failed: {type(error).__name__}: {error}"
             remedy = "Install a tested release (`verl-precision check` lists them)."
             ours = error if isinstance(error, VerlPrecisionError) else RegistrationError(problem, remedy=remedy)
 

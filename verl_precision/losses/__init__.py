@@ -6,10 +6,10 @@
     cispo             cispo
     dppo              dppo_tv, dppo_kl: a trust region of probabilities
     aggregation       from one value per token to the loss of a mini-batch
-    ratios            checked inputs, ratios and their guards
+    ratios            checks of inputs; ratios and their bounds
     metrics           metrics that survive micro-batches and ranks
     settings          bounds of C, the clip range and the constant, where each loss clips; rules of a config ask here
-    invariance        try_loss: does any loss depend on how a batch is cut?
+    invariance        try_loss: does a loss depend on the split of a batch?
     registry          POLICY_LOSSES: name -> entry; `policy_loss` adds one; the loss of a config
 
 A new loss is a new module here, with `@policy_loss` on its function: every module of this folder is imported below.

@@ -1,7 +1,7 @@
-"""From one objective per token to one loss per mini-batch, the same however the mini-batch is cut.
+"""From one objective per token to one loss per mini-batch, independent of the split of the mini-batch.
 
 A mini-batch reaches a loss in pieces: micro-batches one after the other, data-parallel ranks side by side. Gradients of
-micro-batches are added, gradients of ranks are averaged. A loss is invariant to the cut if and only if every piece is
+micro-batches are added, gradients of ranks are averaged. A loss is invariant to the split if and only if every piece is
 divided by constants of the WHOLE mini-batch and multiplied by the number of ranks. `Aggregation` holds these constants.
 
 Shapes: B responses, T response tokens (padded).
@@ -44,7 +44,7 @@ class Aggregation:
         mode: One of `MODES`.
         normalizer: C_norm, one constant for the whole run (the maximum response length). Only the `norm` mode needs
             it. In a config: `actor.loss_scale_factor`.
-        num_responses: N. None: the rows at hand are the mini-batch (one rank, one micro-batch).
+        num_responses: N. None: the given rows are the mini-batch (one rank, one micro-batch).
         num_tokens: n. None: as above.
         dp_size: Number of data-parallel ranks whose gradients will be averaged.
 
@@ -67,7 +67,7 @@ class Aggregation:
             _require_constant(self.normalizer)
         for setting, value in (("dp_size", self.dp_size), ("num_responses", self.num_responses)):
             if value is not None and value < 1:
-                remedy = "Pass what the mini-batch has."
+                remedy = "Pass the counts of the mini-batch."
                 raise ConfigurationError(setting=setting, value=value, allowed="1 or more", remedy=remedy)
         needed = "num_tokens" if self.mode == "token-mean" else "num_responses"
         if self.dp_size > 1 and self.mode != "token-sum" and getattr(self, needed) is None:
@@ -105,7 +105,7 @@ def aggregate(values_BT: Tensor, response_mask: Tensor, aggregation: Aggregation
 
     Returns:
         Scalar in the dtype of `values_BT`. Summed over micro-batches and averaged over ranks, it is the value of the
-        whole mini-batch, and so is its gradient. Masked tokens never matter, whatever they hold.
+        whole mini-batch, and so is its gradient. The values of masked tokens have no effect.
 
     Raises:
         ConfigurationError: If the shapes differ.

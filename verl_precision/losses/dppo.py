@@ -1,8 +1,8 @@
 """DPPO: a trust region of probabilities, not of ratios. Registered with verl as `vp_dppo_tv` and `vp_dppo_kl`.
 
-PPO clips the ratio. A rare token's ratio is large whenever two engines round differently, though hardly any probability
-has moved; a likely token can lose half of its probability within the clip range. DPPO masks a token by how much
-probability has moved, seen from the policy that drew it: the rollout's.
+PPO clips the ratio. If two engines round differently, a rare token's ratio is large, although hardly any probability
+has moved. A likely token can lose half of its probability within the clip range. DPPO masks a token by how much
+probability has moved away from the rollout's policy, which drew the token.
 
 docs/math.md says how verl's own `dppo_tv` and `dppo_kl` differ, and why C is 20. Source:
 https://arxiv.org/abs/2602.04879.

@@ -1,7 +1,7 @@
 """GRPO as in the paper's equation (8), its weighted forms (9) and (10), its kin, and two interventions on its ratio.
 
 The weighted forms are this `grpo` with `rollout_is_weights` of `rollout_weights`: min(ρₜ, C) for (9), ρ 1{ρ ≤ C} for
-(10). `grpo_unclipped` and `ratio_one` are experiments, not estimators to train with: each takes one thing away from
+(10). `grpo_unclipped` and `ratio_one` are experiments, not estimators to train with: each removes one part of
 `grpo` that turns a precision gap into a wrong gradient (docs/math.md, phantom clipping).
 """
 
@@ -81,7 +81,7 @@ def gspo(
     paper's aggregation, mode "seq-mean-token-mean", every token carries sA and their mean is J.
 
     Arguments, result, errors, masked tokens, empty and non-finite rows as in `grpo`; s is held at 2e11 in float32,
-    beyond a mean log-ratio of 25.9. (verl's `gspo` multiplies weights and advantages of masked tokens by 0, and
+    beyond a mean log-ratio of 25.9. (verl's `gspo` multiplies weights and advantages of masked tokens by 0, but
     NaN x 0 is NaN.)
     """
     batch = checked_batch(trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights)
@@ -105,11 +105,11 @@ def off_policy_sequence_mask(
         Mₜ = 0 if A < 0 and (1/|y|) Σₛ log μ(yₛ; θ')/π(yₛ; θ) > δ; else 1
 
     π trainer's policy, of the present weights; μ rollout's policy, as the rollout reports it: both staleness and the
-    mismatch are in M. Equations (8) and (9) of https://arxiv.org/abs/2512.02556, whose π_old is μ, without its KL term.
+    mismatch are in M. Equations (8) and (9) of https://arxiv.org/abs/2512.02556 with μ for π_old, without KL.
     A response of A > 0 is never dropped. A dropped one has no gradient and stays in the denominator.
 
     Arguments, result and errors as in `grpo`, with `rollout_log_probs`, [B, T] floating, log μ(yₜ; θ') in nats, and
-    `rejection_threshold`, δ > 0 in nats per token, of which the paper prints none. M is a constant in the gradient.
+    `rejection_threshold`, δ > 0 in nats per token; the paper gives none. M is a constant in the gradient.
     `actor/rejected_fraction` is the share of dropped responses, `actor/is_weight_*` are of M.
     """
     limit = require_divergence(rejection_threshold, "rejection_threshold")
@@ -125,7 +125,7 @@ def grpo_unclipped(
     trainer_log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
     aggregation: Aggregation, rollout_is_weights: Tensor | None = None,
 ) -> LossOutput:  # fmt: skip
-    """GRPO's ratio without clipping: the precision gap stays in the ratio and can no longer choose a branch.
+    """GRPO's ratio without clipping: the precision gap stays in the ratio, but cannot cut a token's gradient.
 
         ∇J = Σₜ wₜ ∇rₜA,   rₜ = π(yₜ; θ) / π(yₜ; θ')
 
@@ -141,7 +141,7 @@ def ratio_one(
     trainer_log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
     aggregation: Aggregation, rollout_is_weights: Tensor | None = None,
 ) -> LossOutput:  # fmt: skip
-    """Policy gradient with the ratio set to one: neither the precision gap nor the change of the policy is in it.
+    """Policy gradient with a ratio of one, so neither the precision gap nor the change of the policy affects it.
 
         ∇J = Σₜ wₜ ∇log π(yₜ; θ) A
 

@@ -1,6 +1,6 @@
-"""Does a policy loss depend on how a batch is cut? It is tried: a whole batch against its parts.
+"""Does a policy loss depend on the split of a batch? A trial compares a whole batch with its parts.
 
-A loss does not depend on the cut if the summed gradient of its micro-batches is that of the whole batch, for every cut,
+A loss is invariant if the summed gradient of its micro-batches is that of the whole batch, for every cut,
 padding width and number of ranks. One small batch shows it: responses of several lengths, one of a single token, some
 tokens masked within a response, advantages of both signs and zero, ratios on both sides of every usual clip range.
 """
@@ -84,7 +84,7 @@ def try_loss(loss: Loss, batch: LossInputs) -> Trial:
     whole = partial(_gradient, loss, batch)
     ways = {"the whole batch": whole, **{f"{cut} micro-batches": partial(whole, cut=cut) for cut in CUTS}}
     ways |= {"two ranks": partial(whole, cut=2, ranks=2), "more padding": partial(whole, wider=WIDER)}
-    ways["other numbers in masked tokens"] = partial(_gradient, loss, other)
+    ways["different numbers in masked tokens"] = partial(_gradient, loss, other)
     with torch.random.fork_rng(devices=[]):
         first = [whole(seed) for seed in range(4)]
         random = any(not torch.equal(each, first[0]) for each in first if bool(each.isfinite().all()))

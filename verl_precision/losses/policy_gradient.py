@@ -1,7 +1,7 @@
 """Importance-weighted policy gradient: the paper's equations (5), (6), (7).
 
 The response is drawn from the rollout's policy μ(θ') and the gradient wanted is that of π(θ). One weight for the whole
-response corrects for the difference: ρ = π(y; θ) / μ(y; θ'), whatever it comes from: precision, engine or staleness.
+response corrects for the difference, ρ = π(y; θ) / μ(y; θ'). It covers all causes: precision, engine and staleness.
 Only π and μ are needed, so verl's old-log-prob forward is not run.
 
 Source of all three: https://arxiv.org/abs/2510.26788, section 2.1.
@@ -39,7 +39,7 @@ def pg_seq_is(
     return _policy_gradient(batch, bounded_exp(batch.sequence_log_ratio_B, batch.dtype), aggregation)
 
 
-@policy_loss("vp_pg_seq_tis", "that weight, truncated at C", "arXiv 2510.26788 eq. (6)", Ratio("sequence"))
+@policy_loss("vp_pg_seq_tis", "the same weight, truncated at C", "arXiv 2510.26788 eq. (6)", Ratio("sequence"))
 def pg_seq_tis(
     trainer_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
     aggregation: Aggregation, threshold: float = 3.0,
@@ -63,7 +63,7 @@ def pg_seq_tis(
     return output.adding({"actor/truncated_fraction": reported.fraction(beyond_B, batch.rows_B)})
 
 
-@policy_loss("vp_pg_seq_mis", "that weight, rejected beyond C", "arXiv 2510.26788 eq. (7)", Ratio("sequence"))
+@policy_loss("vp_pg_seq_mis", "the same weight, rejected above C", "arXiv 2510.26788 eq. (7)", Ratio("sequence"))
 def pg_seq_mis(
     trainer_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
     aggregation: Aggregation, threshold: float = 3.0,

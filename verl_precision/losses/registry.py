@@ -1,6 +1,6 @@
 """The policy losses by name, the decorator that adds one, and the loss that a config chooses.
 
-A loss says by its parameters' names what it needs, and whoever calls it (`PolicyLoss.__call__`) passes just that:
+A loss names its inputs by its parameters, and `PolicyLoss.__call__` passes exactly these:
 
     trainer_log_probs     log π(θ), required, receives the gradient
     rollout_log_probs     log μ(θ'): the run must be in bypass mode
@@ -92,13 +92,13 @@ def policy_loss(name: str, summary: str, equation: str, ratio: Ratio | None = No
         name: Value of `loss_mode` in a config; those of this package begin with vp_.
         summary: One line for a list of losses.
         equation: Source: paper and equation.
-        ratio: What its ratio is taken against and where it clips. Without it, `phantom/...` is silent about clipping.
+        ratio: The denominator of its ratio, and its clip. Without it there are no `phantom/...` metrics of clipping.
 
     Returns:
         A decorator that returns the function unchanged.
 
     Raises:
-        RegistrationError: If the name is taken, or a parameter is none of the known ones and has no default.
+        RegistrationError: If the name is taken, or an unknown parameter has no default.
     """
 
     def add(function: Loss) -> Loss:

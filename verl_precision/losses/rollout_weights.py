@@ -52,7 +52,7 @@ def seq_mis_weights(log_ratio: Tensor, response_mask: Tensor, threshold: float) 
 def geo_mask_weights(log_ratio: Tensor, response_mask: Tensor, threshold: object) -> Tensor:
     """Return 1{lower ≤ ρ^(1/|y|) ≤ upper} with ρ = Πₜ ρₜ, at every token of the response.
 
-    The geometric mean does not grow with the length of a response, as ρ does. The weight only keeps or rejects; what is
+    The geometric mean does not grow with the length of a response, but ρ does. The weight keeps or rejects; what is
     kept is not reweighted. verl's own `seq_mean_k1` keeps ratios in [1/upper, 1/lower].
     Source: https://richardli.xyz/rl-collapse-3, geometric rejection.
 
@@ -69,8 +69,8 @@ def geo_mask_weights(log_ratio: Tensor, response_mask: Tensor, threshold: object
 def icepop_weights(log_ratio: Tensor, response_mask: Tensor, threshold: object) -> Tensor:
     """Return ρₜ 1{α ≤ ρₜ ≤ β}, IcePop's weight of each token.
 
-    A token outside of the band has weight 0 and stays in the denominator. Where none is left, all weights are 0: verl's
-    own step then divides by zero for a metric. The threshold is the band α_β as in `geo_mask_weights`, everything else
+    A token outside the band has weight 0 and stays in the denominator. If none is inside, all weights are 0, and verl's
+    own step divides by zero for a metric. The threshold is the band α_β as in `geo_mask_weights`, everything else
     as in `token_tis_weights`. Source: https://arxiv.org/abs/2510.18855, section on IcePop.
     """
     low, high = require_band(threshold, "threshold")

@@ -1,7 +1,7 @@
-"""What a loss reads of a config: its settings with their bounds, and where it clips, stated once for each loss.
+"""The settings of a loss with their bounds, and its clip, declared once for each loss.
 
-verl hands every loss one tensor of old log-probs. Outside bypass mode the trainer computed them, so that its rounding
-cancels in the ratio; in bypass mode they are the rollout's, and the precision gap is in the ratio.
+verl passes one tensor of old log-probs to every loss. Outside bypass mode the trainer computed them, so its rounding
+cancels in the ratio. In bypass mode they are the rollout's, so the ratio contains the precision gap.
 """
 
 import math
@@ -27,7 +27,7 @@ _WORDS = table_of(__file__, "settings.json")
 
 @dataclass(frozen=True)
 class Bounds:
-    """The numbers that a setting may have. Call it with a value to check it."""
+    """The allowed range of a setting. Call it with a value to check that value."""
 
     holds: Callable[[float], bool]  # whether a finite number is within the bounds
     words: Mapping[str, str]  # of the error: setting, problem, allowed, remedy

@@ -1,4 +1,4 @@
-"""The alarm: fed the metrics of each step, it says when a run is on its way to collapse, and what to do.
+"""The alarm: from the metrics of each step it warns before a run collapses, and names remedies.
 
 Pure Python; verl is not needed. Method, reasons and measured rates: docs/alarm.md.
 
@@ -54,7 +54,7 @@ class Advice:
     severe: bool  # `on_alarm=stop` ends the run: the gradient is wrong, or there is none
 
     def without(self, in_use: Collection[str]) -> Self:
-        """Return the advice without the remedies that a run has already."""
+        """Return the advice without the remedies that the run already uses."""
         return replace(self, try_first=tuple(remedy for remedy in self.try_first if remedy not in in_use))
 
 
@@ -62,7 +62,7 @@ ADVICE = {name: Advice(**{**one, "try_first": tuple(one["try_first"])}) for name
 
 
 def remedies_in_use(train: str, rollout: str, weighs_sequences: bool, verifies_syncs: bool) -> frozenset[str]:
-    """Return the remedies that a run has already; dtypes of trainer and rollout are bf16, fp16 or fp32."""
+    """Return the remedies that a run already uses; dtypes of trainer and rollout are bf16, fp16 or fp32."""
     has = {
         "match_precisions": train == rollout != "bf16",
         "train_bf16": train == "bf16",
@@ -130,7 +130,7 @@ LIMITS: dict[str, list[Limit]] = {
 
 
 class MismatchAlarm:
-    """All checks of a run; remedies `in_use` by it already are not offered (`remedies_in_use`)."""
+    """All checks of a run; remedies that the run already uses (`in_use`, of `remedies_in_use`) are not suggested."""
 
     def __init__(self, settings: AlarmSettings | None = None, in_use: Collection[str] = ()) -> None:
         self.settings, self.in_use = (s := settings or AlarmSettings()), in_use
@@ -156,14 +156,14 @@ class MismatchAlarm:
 
     @property
     def baseline_missing(self) -> int:
-        """Steps with a measured mismatch still wanted before growth is looked for."""
+        """Number of measured steps that the baseline still needs."""
         return self.settings.baseline_steps - max(len(growth.baseline) for growth in self._growing.values())
 
     def update(self, step: int, metrics: Mapping[str, object]) -> list[Alarm]:
         """Take all metrics of one step, steps in order, and return the alarms raised, each once until it has recovered.
 
-        A metric that is missing or NaN changes nothing. Growth is looked for in the responses of the current version
-        alone, where there are others.
+        A metric that is missing or NaN changes nothing. Growth is judged on the responses of the current version
+        only, if there are responses of older versions.
         """
         raised = []
         for (name, growth), metric in zip(self._growing.items(), (names.K3_KL, names.LOG_PROB_GAP), strict=True):
@@ -180,13 +180,13 @@ class MismatchAlarm:
         return raised
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain JSON from which a resumed run goes on: baselines, evidence, what was reported."""
+        """Return plain JSON for a resumed run: baselines, evidence, reported alarms."""
         return {name: detector.state() for name, detector in self._detectors.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state; one that cannot be read raises `CheckpointStateError`, and nothing is changed."""
+        """Restore a state. An unreadable state raises `CheckpointStateError` and changes nothing."""
         fresh = MismatchAlarm(self.settings)
-        with refused_in_words("the state of the mismatch alarm", "Remove it to begin with a new baseline."):
+        with refused_in_words("the state of the mismatch alarm", "Remove it to start with a new baseline."):
             for name, detector in fresh._detectors.items():
                 require_fields(type(detector), state[name])
                 detector.load(state[name])
@@ -207,13 +207,13 @@ def first_alarms(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def act_on(alarms: list[Alarm], settings: AlarmSettings, log: Callable[[str], object]) -> None:
-    """Say each alarm of a step; with `on_alarm=stop`, if one is severe, raise `MismatchAlarmError`."""
+    """Log each alarm of a step; with `on_alarm=stop`, raise `MismatchAlarmError` if one is severe."""
     for alarm in alarms:
         log(str(alarm))
     severe = [alarm for alarm in alarms if alarm.advice.severe]
     if severe and settings.on_alarm == "stop":
         raise MismatchAlarmError(
-            "\n".join(map(str, severe)) + "\nmismatch.alarm.on_alarm='stop' ends the run here",
+            "\n".join(map(str, severe)) + "\nmismatch.alarm.on_alarm='stop' ends the run at this step",
             allowed="log, stop or rescue",
-            remedy="Apply one of the fixes above, or set on_alarm=log to go on regardless.",
+            remedy="Apply one of the fixes above, or set on_alarm=log to continue anyway.",
         )

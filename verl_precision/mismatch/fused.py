@@ -49,7 +49,7 @@ def _kernel() -> ModuleType | None:
         from verl_precision.mismatch import fused_kernel
     # numba is not installed, or not made for this NumPy; or no folder can be written for what it compiles
     except (ImportError, RuntimeError) as error:
-        logger.warning("large batches are measured with torch, which takes several times as long: %s", error)
+        logger.warning("large batches are measured with torch, which is several times slower: %s", error)
         return None
     return fused_kernel
 

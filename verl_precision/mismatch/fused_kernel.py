@@ -1,4 +1,4 @@
-"""All sums over tokens in one pass over the batch, compiled by numba; `fused.py` says when it runs and what it gives.
+"""All sums over tokens in one pass over the batch, compiled by numba; `fused.py` decides when it is used.
 
 Importing this module imports numba; the first call compiles. The loops over tokens hold no branch and write nothing, so
 that they become vector instructions. Arithmetic is IEEE float64 as written, with two freedoms: sums may be taken in any

@@ -1,4 +1,4 @@
-"""The mismatch of parts of a batch: by how many versions of the weights a response is behind, and by turn.
+"""The mismatch of parts of a batch: by age of the weights that sampled a response, and by turn.
 
 A response of the current version was sampled with the weights that the trainer scores it with: its gap is precision
 alone. In asynchronous training others are older, and their gap is also what the policy has learned since. A turn of an
@@ -36,7 +36,7 @@ class MismatchByVersion:
     def of_batch(cls, batch: FlatBatch, versions_behind: Sequence[int]) -> Self:
         """Measure a batch, or a part of one, of the trainer's and the rollout's log-probs.
 
-        `versions_behind` is that of each response; 0: sampled with the weights that the trainer scores it with.
+        `versions_behind` has a number for each response; 0: sampled with the weights that the trainer scores it with.
         """
         found = {}
         groups_B = torch.tensor(versions_behind, dtype=torch.int64).clamp(max=FURTHEST_VERSION)
@@ -74,7 +74,7 @@ class MismatchByVersion:
 def beta_of_current_version(
     batch: FlatBatch, versions_behind: Sequence[int], clip: ClipRange | None
 ) -> PhantomStatistics:
-    """Measure the responses of the current version with the rollout in place of a shadow: alpha is 0, the gap is beta.
+    """Measure the responses of the current version with the rollout as shadow: alpha is 0, and the gap is beta.
 
     Batch and `versions_behind` are as `MismatchByVersion.of_batch` takes them; `clip` is that of `PhantomStatistics`.
     """
@@ -101,7 +101,7 @@ def turns_of(mask_N: Tensor, offsets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MismatchByTurn(StatisticSet):
-    """The metrics `mismatch/turn_<k>/...`, mergeable; none where no response has a second turn."""
+    """The metrics `mismatch/turn_<k>/...`, mergeable; none if no response has a second turn."""
 
     prefix: ClassVar[str] = ""
 

@@ -1,4 +1,4 @@
-"""What the ratio of a clipped loss is made of, and which tokens its clip silences for their rounding alone.
+"""Splits the log-ratio of a clipped loss, and finds tokens that the clip cuts only because of the gap.
 
 With a shadow, a forward of the trainer's present weights in the rollout's precision:
 
@@ -7,7 +7,7 @@ With a shadow, a forward of the trainer's present weights in the rollout's preci
 
 so alpha + beta = log π - log μ, the log-ratio of a loss in bypass mode. A token is clipped when the loss takes its
 clipped branch and its gradient is exactly zero (`losses.settings.ClipRange` says where). It is phantom-clipped when
-that is so with beta and would not be without. Sources: docs/metrics.md.
+it is clipped with beta, and would not be clipped without. Sources: docs/metrics.md.
 """
 
 from dataclasses import dataclass
@@ -44,8 +44,8 @@ class PhantomStatistics(StatisticSet):
         """Measure a batch, or a part of one, given as `MismatchStatistics.measure` takes it.
 
         The log-probs of the shadow are those of the same weights in the rollout's precision. A token whose advantage
-        has no sign (0, NaN) is never clipped. `clip` is where the loss clips its ratio, which is taken against the
-        rollout's log-probs; None where it does not clip, or takes the ratio against others: then nothing is said about
+        has no sign (0, NaN) is never clipped. `clip` is the clip range of a loss that divides by the
+        rollout's log-probs; None if the loss does not clip, or divides by other log-probs: then there are no metrics of
         clipping. `beta_in_ratio` says whether the loss's ratio is π/μ, and not shadow/μ (`ratio_source=shadow`).
         """
         log_probs = trainer_log_probs, shadow_log_probs, rollout_log_probs

@@ -64,7 +64,7 @@ class MismatchStatistics(mergeable.StatisticSet):
                 final tokens. None for all.
 
         Returns:
-            The statistics, on the CPU. Masked tokens never matter, whatever they hold. Valid tokens with a NaN, an
+            The statistics, on the CPU. The values of masked tokens have no effect. Valid tokens with a NaN, an
             infinite or a positive log-prob are counted and left out, and their response is left out of the statistics
             of responses. A NaN advantage has no sign.
 

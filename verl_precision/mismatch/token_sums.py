@@ -1,4 +1,4 @@
-"""What the metrics of tokens are made of: classes of tokens, the histogram of the gap, and sums, all of which merge.
+"""Mergeable parts of the token metrics: classes of tokens, the histogram of the gap, and sums.
 
 A token's class is its probability by the rollout and the sign of its advantage: the precision gap is up to 50 times
 larger on tokens of low probability, and it correlates with the advantage (source: docs/metrics.md).

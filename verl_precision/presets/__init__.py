@@ -1,4 +1,4 @@
-"""Hydra groups of this package, and what makes Hydra find them.
+"""The Hydra groups of this package, and the search path that lets Hydra find them.
 
 Each preset is a small YAML of differences on verl's `ppo_trainer` (docs/options.md has their words). `parts/` is what
 several include by their defaults list; `checked` is in every preset. A new preset is one new file in its group: Hydra

@@ -40,7 +40,7 @@ def build_tiny_model(architecture: str, folder: Path) -> None:
     """Write one of `ARCHITECTURES`, with tokenizer and generation config, into a new folder, in Hugging Face format."""
     model_type, values = settings(architecture)
     if os.path.lexists(folder):
-        raise ConfigurationError(f"{folder} exists; nothing was written. Name a folder that does not.")
+        raise ConfigurationError(f"{folder} exists; nothing was written. Name a new folder.")
     with new_folder(folder) as scratch:
         save(random_model(model_type, values), build_tokenizer(_CHAT_TEMPLATE, model_type=model_type), values, scratch)
 

@@ -1,7 +1,7 @@
-"""After a weight sync, are the rollout's weights the trainer's? Two witnesses (docs/weight_sync.md): bits, canary.
+"""Does the rollout hold the trainer's weights after a weight sync? Two tests: bits, canary (docs/weight_sync.md).
 
 manifest  digests of all tensors that the trainer sends, compared with what the rollout receives
-verify    each layer of the rollout, compared with one that is built afresh from the weights it was sent
-report    what the rollout could verify, sent back to the trainer in a file
+verify    compares each layer of the rollout with a layer that is rebuilt from the sent weights
+report    sends the result of the verification to the trainer, in a file
 canary    log-probs of fixed sequences, compared with the trainer's; settings: its settings
 """

@@ -1,7 +1,7 @@
-"""Do the weights move far enough for a BF16 rollout to see it? Counted while they leave for the rollout. Pure torch.
+"""Which weights change in BF16 between two weight syncs? They are counted while they are sent. Pure torch.
 
 Weights of a released checkpoint are numbers that BF16 can hold. An update of FP32 weights that is smaller than half of
-one unit in the last place of BF16 (2⁻⁹ to 2⁻⁸ of the weight) changes the trainer's policy and not that of the rollout.
+one unit in the last place of BF16 (2⁻⁹ to 2⁻⁸ of the weight) changes the trainer's policy, but not the rollout's.
 """
 
 import math
@@ -16,7 +16,7 @@ SAMPLE = 4096  # elements looked at in one tensor, at most
 
 
 class Bf16Grid:
-    """Shares of the weights whose BF16 value has changed since the sync before, and that BF16 cannot hold.
+    """Share of weights whose BF16 value changed since the last sync, and share that BF16 cannot represent.
 
         f̂ = Σₜ nₜ·cₜ/mₜ / Σₜ nₜ
 

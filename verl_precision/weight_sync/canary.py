@@ -1,7 +1,7 @@
-"""The canary: do the log-probs that the rollout serves say that it has the trainer's weights? Pure torch.
+"""The canary compares log-probs of fixed sequences, as the rollout serves them, with the trainer's. Pure torch.
 
-After a sync each replica and the trainer score a few fixed token sequences. However an engine stores its weights, this
-sees all that moves log-probs by more than the rounding of the two dtypes does.
+After a sync each replica and the trainer score a few fixed token sequences. The test works for every storage format of
+the weights. It finds every fault that moves log-probs by more than the rounding of the two dtypes.
 """
 
 import math
@@ -34,7 +34,7 @@ ALONE = 2.0  # likewise, where no other replica has moved: more than any healthy
 
 @dataclass(frozen=True)
 class CanaryVerdict:
-    """What the canary says of one sync."""
+    """The canary's verdict on one sync."""
 
     gap: float  # of the worst replica: trimmed mean |log π − log μ|, nats; inf for non-finite answers
     bound: float  # what a healthy gap stays below, nats
@@ -46,14 +46,14 @@ class CanaryVerdict:
 
 
 def canary_tokens(vocabulary: int, excluded: Collection[int], sequences: int, tokens: int) -> Tensor:
-    """Draw the fixed sequences, int64 [S, T], from tokens without a meaning to engines: always the same."""
+    """Draw the fixed sequences, int64 [S, T], from ordinary tokens; always the same ones."""
     ordinary = torch.tensor(sorted(set(range(vocabulary)).difference(excluded)))
     generator = torch.Generator().manual_seed(0)
     return ordinary[torch.randint(len(ordinary), (sequences, tokens), generator=generator)]
 
 
 def grid_eps(name: str) -> float:
-    """Return ε of a quantisation of weights or cache by vLLM's name for it.
+    """Return ε of a quantisation of weights or cache, given vLLM's name of it.
 
     An integer grid of 8 bits counts as e4m3, whose relative error for weights is the larger one. Where a name does not
     say the bits (`torchao`, `compressed-tensors`, `awq`) they may be four.
@@ -65,7 +65,7 @@ def grid_eps(name: str) -> float:
 
 @dataclass
 class CanaryJudge:
-    """Compares the answers after each sync, and learns from the healthy ones how large a healthy gap is."""
+    """Compares the answers after each sync, and learns the size of a healthy gap from healthy syncs."""
 
     train_dtype: torch.dtype  # of the trainer's forward
     rollout_dtype: torch.dtype
@@ -77,7 +77,7 @@ class CanaryJudge:
     _before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def judge(self, trainer: Mapping[int, Tensor], replicas: Mapping[int, Tensor]) -> CanaryVerdict:
-        """Judge one sync by log π and log μ of the tokens that each replica scored, [S, T - 1]; learn from it."""
+        """Judge one sync by log π and log μ of each replica's tokens, [S, T - 1], and learn from it."""
         now = {rank: (trainer[rank].double(), answer.double()) for rank, answer in replicas.items()}
         gaps = {rank: _trimmed_gap(*log_probs) for rank, log_probs in now.items()}
         dtypes = (torch.finfo(dtype).eps for dtype in (self.train_dtype, self.rollout_dtype))
@@ -114,7 +114,7 @@ class CanaryJudge:
         self._before = {rank: self._before[rank] if rank in same else now[rank] for rank in now}
         least = (NOTICEABLE if others > NOTICEABLE * unit else ALONE) * unit
         return [
-            f"replica {rank}: it answers as before this sync, to the last bit, while the trainer's log-probs moved by "
+            f"replica {rank}: its log-probs did not change at all, while the trainer's log-probs moved by "
             f"{moved:.3g} nats a token: it is stale"
             for rank, moved in trainer.items()
             if moved > least

@@ -1,6 +1,6 @@
-"""A digest of every tensor that the trainer sends, as the last item of its weight stream.
+"""The manifest: a digest of every tensor that the trainer sends. It is the last item of the weight stream.
 
-The digest sees bits, not values: two tensors that differ in one rounding differ here, and NaN equals itself. It is a
+The digest depends on bits, not values: one different rounding changes it, and NaN equals itself. It is a
 set of weighted sums of whole numbers, computed without rounding, so it is the same on every device and in whatever
 pieces it is computed. The sums stay on the device, and all of them are fetched together, so that nothing waits for the
 device while weights are sent.
@@ -48,7 +48,7 @@ class TensorDigest:
 
 
 class StreamDigest:
-    """The digests of a stream of tensors, on their way: `add` only gives work to the device, `fetch` waits for it."""
+    """The digests of a stream of tensors: `add` only queues work on the device, `fetch` waits for it."""
 
     def __init__(self) -> None:
         self._described: dict[str, tuple[torch.dtype, torch.Size]] = {}
@@ -173,7 +173,7 @@ def read_manifest(tensor: Tensor) -> tuple[dict[str, TensorDigest], str | None]:
 
 
 def digest_of_all(digests: dict[str, TensorDigest]) -> int:
-    """Return 40 bits of all digests, which a metric holds exactly; of equal weights, equal in whatever order."""
+    """Return 40 bits of all digests, which a metric holds exactly; independent of the order of tensors."""
     text = json.dumps({name: asdict(digest) for name, digest in digests.items()}, sort_keys=True)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:5], "big")
 
@@ -184,9 +184,9 @@ def differences(sent: dict[str, TensorDigest], received: dict[str, TensorDigest]
     for name in sorted(sent.keys() | received.keys()):
         a, b = sent.get(name), received.get(name)
         if b is None:
-            problems.append(f"{name}: sent by the trainer, never received")
+            problems.append(f"{name}: sent by the trainer, but not received")
         elif a is None:
-            problems.append(f"{name}: received, but the trainer did not send it")
+            problems.append(f"{name}: received, but not sent by the trainer")
         elif (a.dtype, a.shape) != (b.dtype, b.shape):
             problems.append(f"{name}: sent as {a.dtype}{a.shape}, arrived as {b.dtype}{b.shape}")
         elif a != b:
@@ -195,11 +195,11 @@ def differences(sent: dict[str, TensorDigest], received: dict[str, TensorDigest]
 
 
 def rounded_on_the_way(received: dict[str, torch.dtype], rollout_dtype: torch.dtype) -> list[str]:
-    """Return one line for each tensor with fewer bits of mantissa than the rollout holds, those of 8 bits left out."""
+    """Return one line for each tensor with fewer bits of mantissa than the rollout has; 8-bit tensors are left out."""
     problems, rollout = [], dtype_name(rollout_dtype)
     for name, dtype in sorted(received.items()):
         if dtype.is_floating_point and dtype.itemsize > 1 and torch.finfo(dtype).eps > torch.finfo(rollout_dtype).eps:
-            problems.append(f"{name}: arrived in {dtype_name(dtype)}, too coarse for a rollout in {rollout}")
+            problems.append(f"{name}: arrived in {dtype_name(dtype)}, which has fewer bits than the {rollout} rollout")
     return problems
 
 

@@ -1,4 +1,4 @@
-"""What the rollout could verify of a weight sync, sent to the trainer in a file: verl drops what workers return."""
+"""The rollout's report on a weight sync. It travels in a file, because verl drops workers' return values."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ def _folder() -> Path:
 
 @dataclass
 class SyncReport:
-    """What one rollout worker could verify of one weight sync; its metrics are below `weight_sync/`."""
+    """The report of one rollout worker on one weight sync; its metrics begin with `weight_sync/`."""
 
     verified_layers: int = 0  # shown to compute exactly what they were sent, of an adapter too
     unverified_layers: int = 0  # unknown layout, or quantised; not those whose turn comes in a later sync
@@ -38,7 +38,7 @@ class SyncReport:
 
 
 class ReportBox:
-    """The trainer's side: names a file for each weight stream of a sync, and reads the reports that came back."""
+    """The trainer's side: names a file for each weight stream of a sync, and reads the reports from these files."""
 
     def __init__(self) -> None:
         """Remove files of processes that have ended: nobody reads the report of a run's last sync."""

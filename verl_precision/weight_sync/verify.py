@@ -1,4 +1,4 @@
-"""Does a layer compute what the weights it was sent say? It is compared with a layer built afresh from those weights.
+"""Does a layer compute with the weights that were sent? It is compared with a layer that is rebuilt from those weights.
 
 Reading parameters back is not enough, since a kernel may compute with a packed copy of a weight. So the reference is
 built by the layer's own loaders and packing, in the context in which vLLM built the live layer, and runs through the
@@ -23,7 +23,7 @@ _PROBE_ROWS = 4  # more than one: some layers have a kernel of their own for a s
 
 @dataclass
 class LayerRecord:
-    """What one layer was sent in one sync."""
+    """The tensors that one layer received in one sync."""
 
     template: dict[str, nn.Parameter]  # the parameters before any packing, on the meta device or live
     loaders: dict[str, Callable[..., Any]]  # parameter name -> the layer's own weight loader, without wrappers
@@ -40,11 +40,11 @@ class LayerRecord:
 
 
 class NotVerifiableError(Exception):
-    """A layer cannot be compared with one that is built afresh; the message says why."""
+    """A layer cannot be compared with a rebuilt one; the message gives the reason."""
 
 
 def layers_with_parameters(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers that have parameters of their own, by name."""
+    """Return the layers that hold parameters directly, by name."""
     return {
         name: layer for name, layer in model.named_modules() if any(p is not None for p in layer._parameters.values())
     }
@@ -61,7 +61,7 @@ def shared_parameter_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]
 
 @torch.no_grad()
 def find_damage(layer: nn.Module, record: LayerRecord, repack: bool, model_dtype: torch.dtype) -> str | None:
-    """Return proof that a layer of the rollout does not compute what it was sent, or None if it does.
+    """Return proof that a layer of the rollout does not compute with the sent weights, or None.
 
     All parameters are compared bit for bit with those of a layer that is built afresh, and the outputs on a fixed probe
     where the live layer computes with a packed copy (`repack`: it was packed after loading). Where no reference can be
@@ -75,7 +75,7 @@ def find_damage(layer: nn.Module, record: LayerRecord, repack: bool, model_dtype
         raise NotVerifiableError(not_built(error)) from error
     held, fresh = ({k: p for k, p in one._parameters.items() if p is not None} for one in (layer, reference))
     if unlike := sorted(held.keys() ^ fresh.keys()):  # packed in another way, or not at all
-        raise NotVerifiableError(f"only one of the layer and one that is built afresh has {', '.join(unlike)}")
+        raise NotVerifiableError(f"only one of the live layer and a rebuilt layer has {', '.join(unlike)}")
     packed_away = hasattr(reference, "cpu_linear")
     for name, expected in fresh.items():
         found = held[name]
@@ -87,17 +87,17 @@ def find_damage(layer: nn.Module, record: LayerRecord, repack: bool, model_dtype
         elif unequal := int((bit_view(found) != bit_view(expected)).sum()):
             return f"{name}: {unequal} of {expected.numel()} elements are not those that were sent"
     if packed_away and not _same_outputs(layer, reference, record):
-        return "it computes with a packed copy of other weights than it was sent"
+        return "its kernel computes with a packed copy of weights other than those that were sent"
     return None
 
 
 def not_built(error: Exception) -> str:
-    """Return why a layer is not verified that could not be built afresh."""
-    return f"it cannot be built afresh ({type(error).__name__}: {error})"
+    """Return why a layer cannot be rebuilt and so is not verified."""
+    return f"it cannot be rebuilt for comparison ({type(error).__name__}: {error})"
 
 
 def fresh_parameter(template: nn.Parameter, device: torch.device) -> Any:
-    """Return a parameter as vLLM's loaders want it, with a template's layout, class and attributes, not its values."""
+    """Return a parameter for vLLM's loaders, with a template's layout, class and attributes, but not its values."""
     # empty_like would take a slow path, written in Python, where the template is on the meta device.
     fresh: Any = torch.empty_strided(template.size(), template.stride(), dtype=template.dtype, device=device)
     fresh.__class__ = template.__class__
@@ -156,14 +156,14 @@ def _same_outputs(layer: Any, reference: Any, record: LayerRecord) -> bool:
     """Compare what two layers with packed weights compute from one fixed random input, bit for bit."""
     weight = record.template.get("weight")
     if weight is None or weight.dim() != 2 or not hasattr(getattr(layer, "quant_method", None), "apply"):
-        raise NotVerifiableError("its kernel keeps a packed copy that this guard cannot run")
+        raise NotVerifiableError("its kernel keeps a packed copy of the weights, and this guard cannot run that kernel")
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(_PROBE_ROWS, weight.shape[-1], generator=generator).to(weight.dtype)
     live, expected = (bit_view(one.quant_method.apply(one, probe, bias=None)) for one in (layer, reference))
     if torch.equal(live, expected):
         return True
     if not torch.equal(live, bit_view(layer.quant_method.apply(layer, probe, bias=None))):
-        raise NotVerifiableError("its kernel gives another result each time")
+        raise NotVerifiableError("its kernel gives a different result at each call")
     return False
 
 

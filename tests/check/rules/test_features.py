@@ -185,7 +185,7 @@ def test_the_check_of_an_installation_warns_of_a_feature_and_fails_for_the_core(
         take_away(entry, monkeypatch)
     found = {each.what: each for each in installation.findings()}
     lost, core = (found[entry.symbol] for entry in sorted(chosen, key=lambda entry: CORE in entry.features))
-    assert lost.ok and lost.warning and "Lost with it: repeatable." in lost.detail
+    assert lost.ok and lost.warning and "These features are missing: repeatable." in lost.detail
     assert not core.ok and not core.warning
 
 

@@ -112,7 +112,7 @@ def test_bad_setting_is_refused_by_the_loss_and_before_the_run(estimator, overri
     ("grpo", {"dp_size": 2}, {}, "num_responses.*dp_size=2"),
     ("pg_seq_is", {"dp_size": 2}, {}, "num_responses.*dp_size=2"),
     ("grpo", {"dp_size": 2, "global_batch_size": 4}, {"loss_agg_mode": "token-mean"}, "num_tokens"),
-    ("pg_seq_is", {}, {"rollout_is_weights": torch.ones(2, 3)}, r"rollout_correction\.rollout_is made weights that"),
+    ("pg_seq_is", {}, {"rollout_is_weights": torch.ones(2, 3)}, r"rollout_correction\.rollout_is computes weights"),
 ])  # fmt: skip
 def test_call_that_cannot_work_is_refused(estimator, counts, changes, message):
     with pytest.raises(ConfigurationError, match=message):

@@ -226,14 +226,14 @@ def test_a_failing_micro_batch_is_logged_counted_and_left_out(caplog):
     unmeasurable = micro_batch(rollout_log_probs=None)
     found = measurement.measure({**ASKED, "bypass": False}, {"log_probs": TRAINER}, unmeasurable)
     assert found[FAILED].aggregate() == 1 and found[MISMATCH].aggregate().metrics() == {}
-    assert "could not be measured; training goes on" in caplog.text
+    assert "could not be measured; training continues" in caplog.text
 
 
 def test_a_failing_driver_measurement_is_counted_and_tried_again(caplog, monkeypatch):
     stored(monkeypatch, (-1.0, -2.0), old_log_probs=[torch.tensor([1, 2])])
     judge = monitor()
     assert measured_by(judge, batch_of(0)) == {"mismatch/failed_measurements": 1}
-    assert len(caplog.records) == 1 and "the next step tries again" in caplog.text
+    assert len(caplog.records) == 1 and "continues with the next step" in caplog.text
     stored(monkeypatch, (-1.0, -2.0))
     metrics = measured_by(judge, batch_of(0))
     assert metrics["mismatch/tokens"] == 2 and metrics["mismatch/failed_measurements"] == 0

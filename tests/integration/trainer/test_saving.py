@@ -146,4 +146,4 @@ def test_the_exit_code_is_verls_where_the_last_step_came_first_or_the_run_failed
 def test_a_folder_that_cannot_be_written_ends_no_run(requests, caplog):
     requests.folder.write_text("a file")
     requests.on_signal(USR1)
-    assert "the trainer cannot be asked" in caplog.text
+    assert "the trainer does not receive signals" in caplog.text

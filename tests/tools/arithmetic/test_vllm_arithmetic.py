@@ -118,8 +118,8 @@ def vllm_config(**changes):
     ("mode", 3, "enforce_eager=True"),
     ("world_size", 2, "tensor_model_parallel_size=1"),
     ("quant_config", "fp8", "quantization=None"),
-    ("head_dtype", 32, "the head in the model's dtype"),
-    ("lora_config", "some", "no adapters"),
+    ("head_dtype", 32, "an output head in the model's dtype"),
+    ("lora_config", "some", "no LoRA adapters"),
 ])  # fmt: skip
 def test_what_vllm_would_compute_otherwise_is_refused(setting, value, words, monkeypatch):
     from verl_precision.tools.arithmetic.vllm_operations import require_supported
@@ -128,6 +128,6 @@ def test_what_vllm_would_compute_otherwise_is_refused(setting, value, words, mon
     require_supported(vllm_config())
     with pytest.raises(ConfigurationError, match=f"(?s)arithmetic='exact'.*Allowed: .*{words}"):
         require_supported(vllm_config(**{setting: value}))
-    if words != "llama, qwen2, qwen3":  # that model has operations of its own in any arithmetic
+    if words != "llama, qwen2, qwen3":  # that model has other operations in any arithmetic
         monkeypatch.setenv(VARIABLE, "rounded_once")
         require_supported(vllm_config(**{setting: value}))

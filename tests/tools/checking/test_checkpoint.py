@@ -36,7 +36,7 @@ def test_by_hand(tmp_path):
     assert (first.name, first.largest, first.overflows, first.not_finite) == ("w", 65520.0, 1, 0)
     assert (first.subnormal, first.flushed) == (0.2, 0.2)
     assert (second.name, second.overflows) == ("fine", 0)
-    assert not report.ok and report.verdict.startswith("not for FP16: 1 weight(s) in 1 tensor(s)")
+    assert not report.ok and report.verdict.startswith("this model cannot run in FP16: 1 weight(s) in 1 tensor(s)")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -67,7 +67,7 @@ def test_not_finite_and_other_types(tmp_path):
 def test_flushed_weights_are_said_but_allowed(tmp_path):
     save_file({"w": torch.full((100,), 1e-9)}, tmp_path / "model.safetensors")
     report = audit_checkpoint(tmp_path / "model.safetensors")
-    assert report.ok and "lose more than 1% of their weights to zero" in report.verdict
+    assert report.ok and "have more than 1% of their weights rounded to zero" in report.verdict
 
 
 @pytest.mark.parametrize(("prepare", "words"), [

@@ -16,8 +16,8 @@ from verl_precision.tools.checking.composing import MAIN, mains, read_command
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 EXPERIMENTAL = "verl.experimental"
 ASYNC, ONE_STEP = f"{EXPERIMENTAL}.fully_async_policy.fully_async_main", f"{EXPERIMENTAL}.one_step_off_policy.main_ppo"
-LACKS, OWN = "verl 0.9.1 has no such module", "it is no main of verl's"
-NO_RL = "it is no RL run: there is nothing to check"
+LACKS, OWN = "verl 0.9.1 has no such module", "it is not a main of verl"
+NO_RL = "it is not an RL run, so there is nothing to check"
 
 
 def findings(*words: str):
@@ -66,13 +66,13 @@ def test_a_command_is_composed_by_its_own_main(typed, name):
 @pytest.mark.parametrize(("typed", "problem", "remedy"), [
     ("-m my_pkg.main_ppo a=1", OWN, "check KEY=VALUE"),
     ("src/train.py a=1", OWN, "check YAML"),
-    ("-m recipe.prime.main_prime a=1", LACKS, "Take verl-recipe with the verl that it names"),
-    ("-m verl.trainer.fsdp_sft_trainer a=1", "it was no RL run", ""),
+    ("-m recipe.prime.main_prime a=1", LACKS, "Use verl-recipe with the verl that it names"),
+    ("-m verl.trainer.fsdp_sft_trainer a=1", "it was not an RL run", ""),
     ("-m verl.trainer.main_pp0", LACKS, "Check the spelling."),
     ("-m verl.model_merger merge", NO_RL, f"runs {MAIN}"),
-    ("", "starts no main of verl's", f"e.g. python -m {MAIN}"),
+    ("", "does not start a main of verl", f"e.g. python -m {MAIN}"),
     (f"-m {MAIN} --config-name", "it is given without a value", "Write --config-name=VALUE."),
-    (f"-m {MAIN} -x", "there is no such option here", ""),
+    (f"-m {MAIN} -x", "this main has no such option", ""),
     (f"-m {MAIN} {VLLM} trainer.experiment_name=it's", "Hydra cannot read `trainer.experiment_name=it's`", "quotes"),
     (f"-m {MAIN} {VLLM} +precision=fp61", "Available options in 'precision'", ""),
     (f"-m {MAIN} {VLLM} precision=fp16", "No match in the defaults list", ""),

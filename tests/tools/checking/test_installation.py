@@ -37,8 +37,8 @@ def test_without_verl_there_is_one_problem_and_not_one_for_each_symbol(monkeypat
     assert verdict == "1 problem(s): see FAIL above" and done.exit_code == 1
 
 
-def test_a_line_each_and_the_verdict_last():
-    *lines, verdict = CliRunner().invoke(app, ["check"]).output.splitlines()
+def test_a_line_each_then_the_verdict_and_what_is_next():
+    *lines, verdict, _ = CliRunner().invoke(app, ["check"]).output.splitlines()
     said = [line.partition(":")[0] for line in lines[-4:]]
     assert said == ["ok   verl", "ok   plugin loaded by `import verl`", "ok   vLLM", "ok   host symbols"]
     assert verdict == "installation: ready" and int(lines[-1].split()[3]) > 50

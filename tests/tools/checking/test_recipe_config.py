@@ -92,7 +92,7 @@ def test_terminal_shows_table_finding_and_remedy():
     (f"{RECIPE} --precision=fp16", "Write precision=fp16."),
     (f"{RECIPE} precision = fp16", "`precision` is not an override"),
     (f"{RECIPE} data.train_files={{a", "Hydra cannot read `data.train_files={a`"),
-    (f"{RECIPE} --gpu B2000", "--gpu B2000: no GPU of this name is known"),
+    (f"{RECIPE} --gpu B2000", "--gpu B2000: this GPU is not in the table"),
     (f"{RECIPE} actor_rollout_ref.model.path=/no/model", "ERROR model-missing: actor_rollout_ref.model.path='/no"),
     (f"{RECIPE} actor_rollout_ref.actor.clip_ratio=0,2", "Ambiguous value for argument"),
     (f"{RECIPE} algorithm.adv_estimator=grop", "Allowed: gae, grpo, "),
@@ -111,7 +111,7 @@ def test_a_mistake_is_answered_with_the_word_to_write(typed, words):
     ("[1, 2]\n", "is not a recipe: its YAML has no keys"),
     ("defaults: [ppo_trainer, _self_]\ntrainer: {a: '${b'}\n", "no viable alternative at input '${b'"),
     ("defaults: [ppo_trainer, _self_]\ntrainer:\nlr: 1\n", "Correct the indent of the lines below trainer."),
-    ("defaults: [ppo_trainer, _self_]\n", "actor_rollout_ref.rollout.name='???': verl leaves it open"),
+    ("defaults: [ppo_trainer, _self_]\n", "actor_rollout_ref.rollout.name='???': verl has no default here"),
 ])  # fmt: skip
 def test_a_users_own_yaml_is_never_a_traceback(content, words, tmp_path):
     (tmp_path / "mine.yaml").write_text(content)

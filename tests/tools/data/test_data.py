@@ -56,7 +56,7 @@ def test_the_last_boxed_answer_with_balanced_braces(solution, answer):
 @pytest.mark.parametrize("name", CATALOG)
 def test_stand_in_of_each_is_what_verl_and_its_reward_read(name, tmp_path):
     path = tmp_path / f"{name}.parquet"
-    assert "a stand-in, not the data set" in prepare(name, path, synthetic=True)
+    assert "made-up sums, not the data set" in prepare(name, path, synthetic=True)
     data = read_data_set(path)
     assert len(data.problems) == 64
     assert data.problems[0].extra_info["origin"] == "stand-in"

@@ -74,7 +74,7 @@ def test_a_file_is_never_replaced(write):
     words = ("a", "--task", "gcd", "--size", 5)
     rows = write(*words)[2]
     code, said, found = write(*words)
-    assert code == 0 and "has them already" in said and found == rows
+    assert code == 0 and "has these questions already" in said and found == rows
     code, said, found = write(*words, "--seed", 1)
     assert code == 1 and "another data set" in said and found == rows
 
@@ -88,8 +88,8 @@ def test_a_file_is_never_replaced(write):
     ("--task products --size 0", 2, "--size"),
     ("--task countdown", 1, "task='countdown': its scorer runs the answer as Python"),
     ("--task knight_swap", 1, "reasoning_gym cannot make it at level 0 (min_nodes must be >= 6). Choose another"),
-    ("--task rush_hour", 1, "reasoning_gym gives no answer to it"),
-    ("--task arc_agi --size 2", 1, "does not accept its own answer once that was read from a response and a file"),
+    ("--task rush_hour", 1, "reasoning_gym gives no answer for this task"),
+    ("--task arc_agi --size 2", 1, "rejects its own answer"),
     ("--task game_of_life_halting --size 20", 1, "its scorer accepts ? as an answer"),
     ("--task gcd --template dapo", 1, "--template dapo: reasoning_gym has no such option. Allowed: --output, --task,"),
 ])  # fmt: skip

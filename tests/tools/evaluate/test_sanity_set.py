@@ -30,9 +30,9 @@ def job(**changes):
 def test_decided_exactly_when_every_end_agrees(responses, ends, data):
     low, high = sorted(ends)
     try:
-        window = job(responses_per_problem=responses, low=low, high=high)
+        window = job(responses=responses, low=low, high=high)
     except ConfigurationError:
-        window = job(responses_per_problem=responses, low=Fraction(0), high=high)
+        window = job(responses=responses, low=Fraction(0), high=high)
     drawn = data.draw(st.integers(0, responses))
     correct = data.draw(st.integers(0, drawn))
     left = range(responses - drawn + 1)
@@ -112,7 +112,7 @@ def build(drawn, tmp_path):
     """Build a sanity set from verdicts; returns the summary and the folder."""
 
     def run(verdicts, **options):
-        given = {**drawn(verdicts), "responses_per_problem": len(verdicts[0]), **options}
+        given = {**drawn(verdicts), "responses": len(verdicts[0]), **options}
         return sanity_set.build_sanity_set(SanitySet(**given), Console(quiet=True)), tmp_path / "out"
 
     return run

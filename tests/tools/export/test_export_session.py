@@ -45,7 +45,7 @@ def checkpoint(tmp_path):
     (dict(world_size=2), "fp16", "model_world_size_2_rank_1.pt is missing"),
     (dict(only=[ADAPTER]), "fp16", "only the LoRA adapter was saved.*save_lora_only=False"),
     (dict(only=["x", "x.token_adapter.trainable_tokens_delta.default"]), "fp16", "x.token_adapter.* cannot be merged"),
-    (dict(only=["x", ADAPTER]), "fp16", "has a LoRA adapter, and no adapter_config.json"),
+    (dict(only=["x", ADAPTER]), "fp16", "has a LoRA adapter, but no adapter_config.json"),
 ])  # fmt: skip
 def test_what_cannot_be_exported_is_named_and_leaves_nothing(checkpoint, tmp_path, settings, dtype, words):
     with pytest.raises(ConfigurationError, match=words):
@@ -68,7 +68,7 @@ class _Calls:
     *(("fsdp_config.json", b'{"world_size": %d}' % size, f"model_world_size_{size}_rank_0.pt is missing") for size in (
         0, 10**12,
     )),
-    *((SHARD, content, f"{SHARD} is not whole, or holds something else") for content in (
+    *((SHARD, content, f"{SHARD} is incomplete, or is not a dictionary") for content in (
         b"", b"PK\3\4" + b"\0" * 900, pickle.dumps({"a": _Calls()}), pickle.dumps({"a": 1}),
     )),
     (SHARD, None, f"{SHARD} is not whole"),

@@ -12,14 +12,14 @@ from verl_precision.base.versions import installed_versions
 from verl_precision.tools.gap.pairs import session as mismatch_session
 from verl_precision.tools.jobs import job
 
-FEW = "evaluate tiny:qwen3 --data DATA --context 64"
+FEW = "evaluate --model tiny:qwen3 --data DATA --context 64"
 SET = "sanity-set DATA --model tiny:qwen3"
 # verb -> its answers, how often it dies, its results, its options
 VERBS = {
     "mismatch": (two_tokens, (4, 15), "table.md summary.json", "--max-prompts 2 --responses 3"),
     "explain": (two_tokens, (2, 11), "explanation.json", "--max-prompts 3"),
     "evaluate": (six_characters, (4, 13), "table.md summary.json",
-        "tiny:qwen3 --data data.jsonl --context 200 --dtype bf16 --dtype fp16 -n 5 --reward reward.py --in-flight 1"),
+        "-m tiny:qwen3 --data data.jsonl --context 200 --dtype bf16 --dtype fp16 -n5 --reward reward.py --in-flight 1"),
     "sanity-set": (six_characters, (2, 6), "summary.json kept.parquet",
         "data.jsonl --model tiny:qwen3 -n 10 --reward reward.py --in-flight 1"),
 }  # fmt: skip
@@ -52,14 +52,14 @@ def test_a_job_interrupted_twice_and_cut_ends_as_if_it_were_not(verb, made_up, t
     for lives in deaths:
         code, shown = run(lives=lives)
         assert code == 130
-        assert f"interrupted; every process has ended. What is done is in {place}; the same command continues" in shown
+        assert f"interrupted; every process has ended. Finished work is in {place}; the same command continues" in shown
         assert not any((folder / name).exists() for name in results)
     written = journal.read_bytes()
     journal.write_bytes(written[:-5])
     code, shown = run()
     assert code == 0
     left = written.count(b"\n") - 2  # but for the settings and the torn one
-    assert f"resuming: {left} responses are in the journal; a torn last line was cut off" in shown
+    assert f"resuming: {left} responses are in the journal; an incomplete last line was removed" in shown
 
     again = Counter(str(each).replace(str(place), "whole") for each in made_up.requests)
     assert (again - Counter(map(str, whole))).total() == 1, "the torn one alone is asked for twice"
@@ -108,13 +108,13 @@ def test_results_say_how_they_were_made_and_a_folder_of_another_job_is_refused(v
     (f"{FEW} --dtype fp16 --dtype fp16", "--dtype fp16 fp16: one is given twice. Allowed: each once"),
     (f"{FEW} --context 9", "--context 9: the longest prompt has"),
     (f"{FEW} --context 4096", "and the model's context 2048. Allowed: "),
-    (f"{FEW} --data DATA", "--data data data: one is given twice. Allowed: each once; data sets are called by"),
-    ("evaluate nowhere --data DATA --context 64", "model='nowhere': no such folder"),
+    (f"{FEW} --data DATA", "--data data data: one is given twice. Allowed: each once; a data set is named"),
+    ("evaluate --model nowhere --data DATA --context 64", "model='nowhere': no such folder"),
     (f"{SET} --low few", "--low few: this cannot work"),
     (f"{SET} --low 0.8 --high 1/5", "--low 0.8 --high 0.2"),
     (f"{SET} --high 3/2", "--low 0.2 --high 1.5. Allowed: 0 <= low <= high <= 1"),
-    (f"{SET} -n 10 --low 0.51 --high 0.59", "no accuracy of 10 responses lies between them"),
-    (f"{SET} --max-prompt-length 8", "--max-prompt-length 8: every prompt is longer. Allowed: "),
+    (f"{SET} -n 10 --low 0.51 --high 0.59", "no accuracy of 10 responses lies in this window"),
+    (f"{SET} --max-prompt-tokens 8", "--max-prompt-tokens 8: every prompt is longer. Allowed: "),
 ])  # fmt: skip
 def test_bad_input_is_refused_leaving_nothing(command, words, tmp_path, monkeypatch, row, write_rows, made_up, typed):
     monkeypatch.chdir(tmp_path)

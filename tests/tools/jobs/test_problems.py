@@ -74,7 +74,7 @@ def test_prompts_of_verls_parquet_and_jsonl_read_the_same(tmp_path):
     (read_data_set, "a.jsonl", "\n", "no rows"),
     (read_data_set, "typo.parquet", None, "no such file"),
     (read_prompts, "p.jsonl", '{"prompt": "a"}\n{"text": "b"}', "field 'prompt' of row 1 is 'None'"),
-    (read_prompts, "p.jsonl", '{"prompt": [{"role": "user"}]}', "that is not empty"),
+    (read_prompts, "p.jsonl", '{"prompt": [{"role": "user"}]}', "non-empty text"),
     (read_prompts, "p.jsonl", '{"prompt": 3}', "is '3'"),
     (read_prompts, "p.jsonl", '["a"]', "field 'prompt' of row 0 is 'None'"),
     (read_prompts, "p.jsonl", "\n", "the file has no rows"),
@@ -138,7 +138,7 @@ def test_empty_answers_are_counted_and_all_of_them_refused():
     ("mathverify", "no such reward. Allowed: verl, math-verify, or FILE.py:FUNCTION"),
     ("nowhere.py:compute_score", "cannot be loaded .FileNotFoundError: .*nowhere.py"),
     ("pkg://verl_precision.rewrad", "cannot be loaded .ModuleNotFoundError: .*verl_precision.rewrad"),
-    ("pkg://verl_precision.tools.rewards.answer_tag:OPEN", "OPEN is no function"),
+    ("pkg://verl_precision.tools.rewards.answer_tag:OPEN", "OPEN is not a function"),
 ])  # fmt: skip
 def test_rewards_that_do_not_exist(tmp_path, monkeypatch, name, words):
     monkeypatch.chdir(tmp_path)

@@ -130,7 +130,7 @@ def test_a_file_in_the_place_of_the_folder_and_a_response_that_is_gone_are_refus
         response_at(path, 256)
     path.touch()
     for read in (index_of, lambda path: cut_after(path, 0)):
-        with pytest.raises(ConfigurationError, match="it is no folder of kept tokens"):
+        with pytest.raises(ConfigurationError, match="it is not a folder of kept tokens"):
             read(path)
 
 

@@ -108,8 +108,8 @@ def test_ours_are_found_and_whole():
 
 @pytest.mark.parametrize(("content", "words"), [
     (None, "unknown tree, .*does not exist"),
-    (b"1.2.4\n", r"verl 1\.2\.4 has no series here; nothing was touched\. Allowed: 1\.2\.3"),
-    *((content, "version|no series") for content in (b"\xff\xfe1.2.3", b"1.2.3\n" * 10_000, b"1.2.3\0")),
+    (b"1.2.4\n", r"verl 1\.2\.4 has no patch series here; nothing was changed\. Allowed: 1\.2\.3"),
+    *((content, "version|no patch series") for content in (b"\xff\xfe1.2.3", b"1.2.3\n" * 10_000, b"1.2.3\0")),
 ])  # fmt: skip
 def test_a_tree_that_is_no_release_with_a_series_is_refused_in_few_words(release, series, content, words):
     version = release / "verl/version/version"
@@ -146,13 +146,15 @@ def test_changed_and_missing_files_are_named_and_a_link_even_if_the_content_fits
 def test_there_and_back_byte_for_byte(release, series):
     (cache := release.with_name("cache")).hardlink_to(release / CORE)  # installers link packages from a cache
     pristine, linked = snapshot(release), cache.read_bytes()
-    assert check_tree(release) == "verl 1.2.3 is pristine: the series of 2 patches applies cleanly to 4 files"
+    said = "verl 1.2.3 is pristine: the series of 2 patches applies cleanly to 4 files"
+    assert check_tree(release) == f"{said}\nnext: verl-precision patch --apply {release}"
     assert snapshot(release) == pristine
     assert change_tree(release, APPLIED) == f"applied 2 patches for verl 1.2.3: {release}"
     applied = snapshot(release)
     assert {path: applied[path][1] for path in PATCHED} == PATCHED and cache.read_bytes() == linked
     assert applied[CORE][0] == pristine[CORE][0]
-    assert check_tree(release) == "verl 1.2.3 is applied: the series of 2 patches reverts cleanly to 4 files"
+    said = "verl 1.2.3 is applied: the series of 2 patches reverts cleanly to 4 files"
+    assert check_tree(release) == f"{said}\nnext: verl-precision patch --revert {release}"
     assert change_tree(release, APPLIED) == f"verl 1.2.3 is applied already: {release}"
     change_tree(release, PRISTINE)
     assert snapshot(release) == pristine
@@ -178,7 +180,7 @@ def test_git_missing_and_a_result_that_was_not_recorded_are_said(release, series
         with pytest.raises(PatchError, match=r"git: not found.*Install git\."):
             change_tree(release, APPLIED)
     series.files[NEW][APPLIED], before = "0" * 64, snapshot(release)
-    with pytest.raises(PatchError, match=f"{NEW}: not what is recorded in .*; nothing was touched"):
+    with pytest.raises(PatchError, match=f"{NEW}: not what is recorded in .*; nothing was changed"):
         change_tree(release, APPLIED)
     assert snapshot(release) == before
 
@@ -187,7 +189,7 @@ def test_a_patch_that_does_not_fit_leaves_the_tree_as_it_was(release, series):
     before, last = snapshot(release), series.patches[-1].path
     last.write_text(last.read_text().replace("-x: 1", "-x: 7"))
     for call in (check_tree, lambda path: change_tree(path, APPLIED)):
-        with pytest.raises(PatchError, match="does not apply; nothing was touched. git says: .*config.yaml"):
+        with pytest.raises(PatchError, match="does not apply; nothing was changed. git says: .*config.yaml"):
             call(release)
         assert snapshot(release) == before
 
@@ -196,7 +198,7 @@ def test_installed_package_only_by_name_through_a_link_too(release, series, tmp_
     folder, link = shutil.copytree(release, tmp_path / "site-packages"), tmp_path / "looks_harmless"
     link.symlink_to(folder)
     before = snapshot(folder)
-    with pytest.raises(PatchError, match="an installed package; nothing was touched.*--installed"):
+    with pytest.raises(PatchError, match="an installed package; nothing was changed.*--installed"):
         change_tree(link, APPLIED)
     assert snapshot(folder) == before
     change_tree(link, APPLIED, installed=True)

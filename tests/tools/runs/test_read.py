@@ -43,7 +43,7 @@ def test_null_is_nan_words_are_left_out_and_a_step_logged_again_wins(tmp_path):
     (run,) = read_runs([jsonl(tmp_path / "a.jsonl", rows)])
     assert len(run.rows) == 2 and run.rows[1]["critic/score/mean"] == -37.0
     assert math.isnan(run.rows[1]["mismatch/k3_kl"]) and "model" not in run.rows[1]
-    assert run.notes == ("1 step(s) were logged more than once (a resumed run): the last counts",)
+    assert run.notes == ("1 step(s) were logged more than once (by a resumed run); the last row of each counts",)
 
 
 def test_console_log_with_ray_prefix_colour_noise_and_values_that_are_none(tmp_path):
@@ -104,4 +104,4 @@ def test_a_row_that_is_cut_short_is_left_until_it_is_whole(tmp_path):
         path.write_bytes(whole[:cut])
         (run,) = read_runs([path])
         assert run.rows == ROWS[:rows]
-        assert run.notes == (("the last row is cut short and is left out",) if rows == 1 else ())
+        assert run.notes == (("the last row is incomplete and is left out",) if rows == 1 else ())

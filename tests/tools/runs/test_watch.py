@@ -118,7 +118,7 @@ def test_a_real_server_sends_a_dotted_path_nowhere(tmp_path, run, monkeypatch):
         with socket.create_connection(("127.0.0.1", int(port)), timeout=60) as raw:
             raw.sendall(f"GET /{token}/../../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
             assert raw.recv(12) == b"HTTP/1.1 404"
-        with pytest.raises(ConfigurationError, match=f"--port {port}: this port cannot be taken.*--port 0"):
+        with pytest.raises(ConfigurationError, match=f"--port {port}: this port cannot be used.*--port 0"):
             serve(Live([tmp_path]), int(port), said.append)
     finally:
         for server in servers:

@@ -38,7 +38,7 @@ def test_command_shows_what_passed_and_what_failed(tmp_path, typed):
     assert code == 1
     assert "k3_kl 0.123, layers 29" in output
     assert "CheckFailedError: the planted problem [of this test]. Buy another machine. Its run: " in output
-    assert f"Results: {tmp_path}" in output
+    assert f"results: {tmp_path}" in output
 
     first = json.loads((tmp_path / session.REPORT).read_text())
     assert first["device"] == "cpu" and first["hardware"] and first["cores"] == os.cpu_count()

@@ -40,10 +40,10 @@ def rollout_contradicts_actor(config: DictConfig, environment: Environment) -> I
     if rollout == actor or (actor, rollout) == (halves.get("precision/train"), halves.get("precision/rollout")):
         return
     severity: Severity = "warning" if rollout == "auto" else "error"
-    effect = "every token's log-prob carries the difference"
+    effect = "the log-prob of every token contains the difference"
     effect = "vLLM will decide from the model's files" if rollout == "auto" else effect
     allowed = f"{actor}, or a precision preset that names both"
-    remedy = f"Choose precision={actor}, or choose a preset that names the pair, as <train>_train_<rollout>_rollout."
+    remedy = f"Choose precision={actor}, or choose a preset for this pair, <train>_train_<rollout>_rollout."
     yield Fault(f"{ROLLOUT}.dtype", f"the actor computes in {actor}: {effect}", allowed, remedy, severity=severity)
 
 
@@ -52,13 +52,13 @@ def differs_from_actor(config: DictConfig, environment: Environment) -> Iterator
     """verl does not pass the actor's `mixed_precision` on to reference and critic."""
     actor, *others = engines(config)
     effects = {
-        "ref": "the KL to the reference carries the difference on every token",
-        "critic": "values come from another precision than the policy",
+        "ref": "the KL to the reference contains the difference at every token",
+        "critic": "values have another precision than the policy",
     }
     for engine in others:
         if engine.compute != actor.compute:
             problem = f"it computes in {engine.compute}, the actor in {actor.compute}; {effects[engine.role]}"
-            remedy = f"Choose precision={actor.compute}, which sets them together."
+            remedy = f"Choose precision={actor.compute}, which sets both."
             yield Fault(f"{engine.setting}.mixed_precision.param_dtype", problem, actor.compute, remedy)
 
 
@@ -70,7 +70,7 @@ def half_weights(config: DictConfig, environment: Environment) -> Iterator[Fault
             setting = f"{engine.setting}.mixed_precision.reduce_dtype"
             yield Fault(setting, "sums of gradients over ranks are rounded to 16 bits", "fp32")
         if engine.verls_fsdp and engine.master in HALF and not engine.trains:
-            problem = "weights and RoPE's frequencies are rounded to 16 bits once and for all"
+            problem = "weights and RoPE's frequencies are rounded to 16 bits permanently"
             yield Fault(f"{engine.setting}.model_dtype", problem, "fp32")
 
 
@@ -85,7 +85,7 @@ def half_master_weights(config: DictConfig, environment: Environment) -> Iterato
         effect = f"verl casts the LoRA adapters to {engine.master}" if lora else "RoPE's frequencies are rounded"
         eps = OmegaConf.select(engine.optim or DictConfig({}), "override_optimizer_config.eps", default=ADAM_EPS)
         if vanishes := engine.master == "fp16" and eps <= FP16_ZERO:
-            effect = f"Adam's eps of {eps:g} is zero: weights become -inf where a gradient vanished"
+            effect = f"Adam's eps of {eps:g} is zero in this dtype: a weight becomes -inf when its gradient is zero"
         severity: Severity = "error" if vanishes or (promised and not (lora and engine.master == "bf16")) else "warning"
         problem = f"master weights and Adam's moments are {engine.master} too: small updates are lost, and {effect}"
         yield Fault(f"{engine.setting}.model_dtype", problem, "fp32", severity=severity)
@@ -122,7 +122,7 @@ def transport_rounds(config: DictConfig, environment: Environment) -> Iterator[F
     remedy = f"Choose precision={rollout}, or set {setting}=False."
     if setting == BACKEND:
         allowed, remedy = "naive, nccl or nixl", f"Set {BACKEND}=nccl; naive is for trainers on the rollout's GPUs."
-    problem = f"weights travel in BF16, so the {rollout} rollout computes with 8 bits of mantissa"
+    problem = f"weights travel in BF16, so the {rollout} rollout gets weights with 8 bits of mantissa"
     yield Fault(setting, problem, allowed, remedy)
 
 
@@ -131,8 +131,8 @@ def megatron_fp16_overflow(config: DictConfig, environment: Environment) -> Iter
     """verl raises where Megatron reports an overflow, which a dynamic loss scale produces by design."""
     for engine in engines(config):
         if engine.strategy == "megatron" and engine.trains and engine.compute == "fp16" and not engine.ours:
-            problem = "at the first overflow of the loss scale verl raises NotImplementedError, and the run ends"
-            remedy = "Choose the preset precision=fp16: there such an update is skipped."
+            problem = "verl raises NotImplementedError at the first overflow of the loss scale, and the run ends"
+            remedy = "Choose the preset precision=fp16, which skips such an update."
             yield Fault(f"{engine.setting}.dtype", problem, "this package's config of Megatron, or bfloat16", remedy)
 
 
@@ -147,8 +147,8 @@ def loss_scaling_of_verl(config: DictConfig, environment: Environment) -> Iterat
         problem = "verl does not save the loss scale: after a resume it starts at 65536 again and skips steps"
     for engine in engines(config):
         if engine.verls_fsdp and engine.trains and engine.compute == "fp16":
-            allowed = "an engine that scales there and saves the scale"
-            remedy = "Choose the preset precision=fp16, whose engine does (docs/precision.md, Loss scaling)."
+            allowed = "an engine that scales on this device and saves the scale"
+            remedy = "Choose the preset precision=fp16, which uses such an engine (docs/precision.md, Loss scaling)."
             yield Fault(engine.source, problem, allowed, remedy, value="fp16")
 
 

@@ -28,7 +28,7 @@ from verl_precision.engine.settings import require_engine_settings
 MODEL = "actor_rollout_ref.model"
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
 VERLS_ATTENTION = "flash_attention_2"  # verl's default
-SDPA = "sdpa, which takes packed sequences too"
+SDPA = "sdpa, which supports packed sequences too"
 PADDING = f"{MODEL}.use_remove_padding"
 # verl.models.transformers.monkey_patch gives these a forward that knows where packed sequences end. It needs the
 # kernels of flash-linear-attention: transformers' own delta rule in torch takes `cu_seqlens` and does not read it.
@@ -51,12 +51,12 @@ def attention_refuses_fp32(config: DictConfig, environment: Environment) -> Iter
     full = list(_in_fp32(config))
     shared, attention = " and ".join(role for role in full if role != "critic"), attention_of(config)
     if shared and "flash" in attention:  # transformers tells it by the name, too
-        problem = f"FP32 of the {shared}: flash attention computes in 16 bits only, and would raise"
+        problem = f"FP32 of the {shared}: flash attention computes in 16 bits only, and would fail"
         yield Fault(ATTENTION, problem, SDPA, f"Set ++{ATTENTION}=sdpa.", value=attention)
     if "critic" in full:
         setting = "critic.fsdp.mixed_precision.param_dtype"
         problem = "verl loads every critic with flash_attention_2, whatever its config says, and that has no FP32"
-        remedy = f"Choose no critic, or set critic.fsdp.dtype=bfloat16 {setting}=bf16."
+        remedy = f"Use an estimator without a critic, or set critic.fsdp.dtype=bfloat16 {setting}=bf16."
         yield Fault(setting, problem, "bf16 or fp16", remedy)
 
 
@@ -84,8 +84,8 @@ def packed_delta_nets(config: DictConfig, environment: Environment) -> Iterator[
     if not packed or not gated_delta_nets(environment.model):
         return
     if (kind := environment.model.get("model_type")) not in PACKED_BY_VERL:
-        problem = f"the state of {kind}'s gated delta nets goes on from one packed sequence into the next"
-        yield Fault(PADDING, f"{problem}: verl 0.9.1 tells only {' or '.join(PACKED_BY_VERL)} where one ends", "False")
+        problem = f"the state of {kind}'s gated delta nets continues from one packed sequence into the next"
+        yield Fault(PADDING, f"{problem}: verl 0.9.1 separates them only for {' or '.join(PACKED_BY_VERL)}", "False")
 
 
 def gated_delta_nets(model: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -119,7 +119,7 @@ def dropout_in_update(config: DictConfig, environment: Environment) -> Iterator[
     if OmegaConf.select(config, ARITHMETIC_SETTING) == EXACT:  # not-exact says it there
         return
     for setting, key, rate in _rates(config, environment):
-        problem = f"an update drops {rate:.0%} of the elements ({key}), the rollout none: a mismatch in FP16 as in BF16"
+        problem = f"an update drops {rate:.0%} of the elements ({key}), the rollout none: FP16 does not help"
         remedy = f"Set {setting}=0.0, if need be with ++."
         if setting.endswith("_path"):
             remedy = f"Set lora_dropout to 0 in {setting}'s adapter_config.json."
@@ -162,13 +162,13 @@ def adapter_misplaced(config: DictConfig, environment: Environment) -> Iterator[
     if not (heads := _heads(adapter)):
         return
     setting, tied = f"{MODEL}.{name}", _is_tied({**environment.model, **(model.get("override_config") or {})})
-    allowed = "modules of the layers, which are wrapped and sent"
+    allowed = "modules inside the layers; those are wrapped and sent"
     without = "Train an adapter without it" if loaded else f"Set {setting}=all-linear"
     if not tied if strategy == "fsdp2" else heads != "lm_head":
         problem = f"{heads}: {strategy.upper()} cannot wrap a layer of PEFT's there, and the start fails"
         yield Fault(setting, problem, allowed, f"{without}.")
     if tied and lora_is_merged(config):
-        problem = f"{heads} is one matrix with another module (tie_word_embeddings): the rollout has one, you train two"
+        problem = f"{heads} shares its matrix (tie_word_embeddings): the rollout has one, you train two"
         yield Fault(setting, problem, allowed, f"{without}, or set {MODEL}.lora.merge=False.")
 
 
@@ -214,10 +214,10 @@ def engine_settings(config: DictConfig, environment: Environment) -> Iterator[Fa
             continue
         if shadow.enabled and path != ACTOR:
             switch = "ratio_source" if shadow.ratio_source == "shadow" else "every_n_steps"
-            problem, allowed = "only the actor has a ratio, and a shadow", "ratio_source=training and every_n_steps=0"
+            problem, allowed = "only the actor has a shadow", "ratio_source=training and every_n_steps=0"
             yield Fault(f"{path}.shadow.{switch}", problem, allowed, f"Set {ACTOR}.shadow instead.")
         elif shadow.enabled and short(shadow.dtype) != dtype:
-            problem, allowed = f"the shadow stands for the rollout, which runs in {dtype}", "the rollout's dtype"
+            problem, allowed = f"the shadow must have the rollout's dtype, which is {dtype}", "the rollout's dtype"
             remedy = f"Leave it out: the presets take it from {ROLLOUT}.dtype."
             yield Fault(f"{path}.shadow.dtype", problem, allowed, remedy)
 
@@ -234,24 +234,24 @@ def router_replay(config: DictConfig, environment: Environment) -> Iterator[Faul
     family, (ulysses, ranks) = environment.model.get("model_type"), actor.ulysses
     shadow = actor.node.get("shadow") or {}
     if not actor.ours:
-        remedy = "Choose a precision preset, whose engine does."
-        yield Fault(setting, "verl's own FSDP engine never reads it", "disabled", remedy)
+        remedy = "Choose a precision preset; its engine reads it."
+        yield Fault(setting, "verl's own FSDP engine does not read it", "disabled", remedy)
     if family and family not in FAMILIES:
-        problem = f"a model of type {family!r} has no router, or one that was not tested"
+        problem = f"a model of type {family!r} has no router, or its router was not tested"
         allowed = f"a mixture of experts of type {', '.join(FAMILIES)}"
         yield Fault(setting, problem, allowed, "Leave out the preset router_replay.")
     if (mode == "R3" or watched) and not sent:
-        yield Fault(SENT, "the rollout does not say which experts it has chosen", "True")
+        yield Fault(SENT, "the rollout does not report its choice of experts", "True")
     if mode == "R2" and OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"):
-        problem = "in bypass mode there is no old-log-prob pass whose choice could be replayed"
+        problem = "bypass mode has no old-log-prob pass, so there is no choice of experts to replay"
         yield Fault(setting, problem, "False, or R3", "Choose router_replay=rollout.")
     if ranks > 1:
-        yield Fault(ulysses, "a rank then sees a part of each sequence", "1")
+        yield Fault(ulysses, "each rank then has only a part of each sequence", "1")
     if not OmegaConf.select(config, PADDING):
-        yield Fault(PADDING, "choices belong to tokens, and padding has none", "True")
+        yield Fault(PADDING, "the replay assigns choices to tokens; it does not support padding", "True")
     if shadow.get("every_n_steps") or shadow.get("ratio_source") == "shadow":
         remedy = f"Set {actor.setting}.shadow.every_n_steps=0 {actor.setting}.shadow.ratio_source=training."
-        yield Fault(f"{actor.setting}.shadow", "its forward would choose experts of its own", "no shadow", remedy)
+        yield Fault(f"{actor.setting}.shadow", "its forward pass would choose other experts", "no shadow", remedy)
 
 
 @rule("rollout-unverified", "warning")
@@ -260,9 +260,9 @@ def rollout_unverified(config: DictConfig, environment: Environment) -> Iterator
     name = str(config.actor_rollout_ref.rollout.name)
     if name == "vllm" or OmegaConf.select(config, "mismatch.enabled") is not True:
         return
-    problem = "the tensors and layers that a weight sync brought are not verified here: only vLLM's workers can"
-    remedy = "Nothing, or vllm: docs/architecture.md says what holds with other engines."
+    problem = "only vLLM's workers can verify the tensors and layers of a weight sync"
+    remedy = "Do nothing, or use vllm; docs/architecture.md says what works with other engines."
     yield Fault(f"{ROLLOUT}.name", problem, "vllm", remedy)
     if OmegaConf.select(config, CANARY) and name not in PROMPT_LOG_PROBS:
-        problem = f"as verl drives it, a {name} server gives no log-probs of a prompt, or whole responses beside them"
+        problem = f"as verl drives it, a {name} server returns no log-probs of a prompt, or whole responses with them"
         yield Fault(CANARY, f"{problem}: no sync is verified", "0")

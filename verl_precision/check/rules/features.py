@@ -1,4 +1,4 @@
-"""Rules of what the trainers and hosts at hand cannot give: mains with other trainers, symbols that are not as tested.
+"""Features that the trainers and hosts at hand cannot provide: mains with other trainers, symbols that have changed.
 
 Other mains were run on a CPU with verl 0.9.1: docs/versions.md, Mains.
 """
@@ -40,7 +40,7 @@ def parts_of_a_main(config: DictConfig, environment: Environment) -> Iterator[Fa
         "the layers of a weight sync. There do not: metrics and alarm of the mismatch, kept tokens, the canary, "
         "checkpoints by time or signal"
     )
-    remedy = f"{_instead(main)} for all of them; mismatch.enabled=False says that it is meant so."
+    remedy = f"{_instead(main)} to use all of them, or set mismatch.enabled=False if you do not need them."
     yield Fault("mismatch.enabled", problem, "verl's V1 trainer", remedy)
 
 
@@ -59,7 +59,7 @@ def asked_of_a_main(config: DictConfig, environment: Environment) -> Iterator[Fa
     }
     for setting in (setting for setting, is_asked in asked.items() if is_asked):
         remedy = f"{_instead(main)}, or leave the setting out."
-        yield Fault(setting, f"the trainer of {main} does not do it", "verl's V1 trainer", remedy)
+        yield Fault(setting, f"the trainer of {main} does not support it", "verl's V1 trainer", remedy)
 
 
 def _instead(main: str) -> str:
@@ -71,7 +71,7 @@ def advantage_not_computed(config: DictConfig, environment: Environment) -> Iter
     """An advantage estimator that needs what the V1 trainer does not give it ends in the first step."""
     name, others = str(config.algorithm.adv_estimator), "grpo, rloo, gae, reinforce_plus_plus, ..."
     if config.trainer.get("use_v1", True) and name in NOT_GIVEN:
-        problem = f"verl's V1 trainer does not give {name} what it needs: the first step fails"
+        problem = f"verl's V1 trainer does not pass {name} its inputs, so the first step fails"
         yield Fault("algorithm.adv_estimator", problem, others, f"Choose another estimator of advantages: {others}")
 
 
@@ -145,6 +145,6 @@ def lost_features(config: DictConfig, environment: Environment) -> Iterator[Faul
     """The hosts are in the tested range, and one of their symbols is not: what needs it would break, or not come."""
     for name, lost in environment.lost.items():
         setting, without, severity = FEATURES[name]
-        problem = f"{name} cannot be had: {'; '.join(f'{symbol} {wrong}' for symbol, wrong in lost.items())}"
-        remedy = f"{REMEDY}, or do without: {without}."
-        yield Fault(setting, problem, "hosts as they were tested", remedy, severity=severity)
+        problem = f"{name} is not available: {'; '.join(f'{symbol} {wrong}' for symbol, wrong in lost.items())}"
+        remedy = f"{REMEDY}, or leave it out: {without}."
+        yield Fault(setting, problem, "verl and vLLM as they were tested", remedy, severity=severity)

@@ -1,4 +1,4 @@
-"""What a run needs of each GPU, in bytes, by arithmetic on a model's shape: the numbers of docs/scales.md.
+"""Estimates the GPU memory of a run from the model's shape: the numbers of docs/scales.md.
 
 It is good to some GiB: allocators fragment, kernels keep workspaces. Nothing here was measured on a GPU. A peak above
 nine tenths of a GPU is therefore a warning, and one above eleven tenths an error. Of what the arithmetic does not know
@@ -103,7 +103,7 @@ def require_known_gpu(name: str) -> str:
     """Return the name of a GPU that a user chose; refuse one whose memory neither a table nor the name itself says."""
     if gpu_memory(name) is None:
         allowed = f"{', '.join(sorted(GPU_GIB))}, or a name with its memory, such as 'RTX 6000 48GB'"
-        raise ConfigurationError("no GPU of this name is known", setting="--gpu", value=name, allowed=allowed)
+        raise ConfigurationError("this GPU is not in the table", setting="--gpu", value=name, allowed=allowed)
     return name
 
 
@@ -200,7 +200,7 @@ def memory_training(config: DictConfig, environment: Environment) -> Iterator[Fa
     severity: Severity = "error" if peak > FAR_OVER * memory else "warning"
     setting = f"{ACTOR}.{'ppo_max_token_len_per_gpu' if dynamic else 'ppo_micro_batch_size_per_gpu'}"
     allowed = f"what fits; one sequence has up to {longest} tokens a GPU"
-    remedy = f"Lower it, or take more GPUs, {OFFLOAD}, 16 bits, gradient checkpointing or shorter responses."
+    remedy = f"Lower it, or use more GPUs, {OFFLOAD}, 16 bits, gradient checkpointing or shorter responses."
     yield Fault(setting, problem, allowed, remedy, severity=severity)
 
 

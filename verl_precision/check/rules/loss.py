@@ -54,9 +54,9 @@ def kl_twice(config: DictConfig, environment: Environment) -> Iterator[Fault]:
 def bypass_without_loss(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """`bypass_mode` swaps the old log-probs, and in the V1 trainer nothing else of what was asked for."""
     if _takes_rollout_as_old(config) and (ignored := _ignored_in_bypass(config)):
-        problem = f"verl's V1 trainer ignores {' and '.join(ignored)} here, and the clip acts on the mismatch"
+        problem = f"verl's V1 trainer ignores {' and '.join(ignored)} here, so the clip acts on the mismatch"
         remedy = "Choose estimator=pg_seq_is, pg_seq_tis or pg_seq_mis."
-        yield Fault(BYPASS, problem, "False, or a loss that knows bypass mode", remedy)
+        yield Fault(BYPASS, problem, "False, or a loss that supports bypass mode", remedy)
 
 
 @rule("setting-ignored", "warning")
@@ -66,7 +66,7 @@ def weights_unread_in_bypass(config: DictConfig, environment: Environment) -> It
     if loss in POLICY_LOSSES and "rollout_log_probs" in _needs(config):
         for key in ("rollout_is", "rollout_rs"):
             if correction.get(key) and config.trainer.get("use_v1", True):
-                problem = f"nothing reads it in bypass mode, which loss_mode={loss} needs: it uses the log-probs itself"
+                problem = f"in bypass mode, which loss_mode={loss} needs, nothing reads it"
                 yield Fault(f"{CORRECTION}.{key}", problem, "null", f"Leave out {CORRECTION}.{key}.")
 
 
@@ -78,7 +78,7 @@ def bypass_clips_mismatch(config: DictConfig, environment: Environment) -> Itera
     if clips and not _ignored_in_bypass(config):
         problem = f"loss_mode={_loss(config)} clips the ratio to the rollout, which contains the mismatch"
         remedy = "Set it to False, or choose estimator=pg_seq_is."
-        yield Fault(BYPASS, problem, "False, or a loss that knows bypass mode", remedy)
+        yield Fault(BYPASS, problem, "False, or a loss that supports bypass mode", remedy)
 
 
 def _takes_rollout_as_old(config: DictConfig) -> bool:
@@ -99,7 +99,7 @@ def threshold_misread(config: DictConfig, environment: Environment) -> Iterator[
     for path, correction in _corrections(config).items():
         rejects, setting = correction.get("rollout_rs_threshold"), f"{path}.rollout_rs_threshold"
         if "k1" in str(correction.get("rollout_rs")) and isinstance(rejects, int | float) and not rejects > 1:
-            problem = "a k1 band goes from its reciprocal up to it: all is rejected. YAML reads 0.5_5 as 0.55"
+            problem = "a k1 band begins at the reciprocal, so everything is rejected. YAML reads 0.5_5 as 0.55"
             allowed = "a number > 1, or a band whose parts have a decimal point, as 0.5_2.0"
             yield Fault(setting, problem, allowed, f"Set {setting}=2.0.")
         value, kind = correction.get("rollout_is_threshold"), WEIGHT_KINDS.get(correction.get("rollout_is"))
@@ -133,7 +133,7 @@ def k1_bounds_inverted(config: DictConfig, environment: Environment) -> Iterator
             (low, high), setting = bounds, f"{path}.rollout_rs_threshold"
             first, last = f"{1 / high:.4g}", f"{1 / low:.4g}"
             problem = f"{name} compares -log r: ratios in [{first}, {last}] are kept, not [{low:g}, {high:g}]"
-            allowed = "a band that is the same both ways round, as 0.5_2.0, or reciprocals"
+            allowed = "a band of reciprocals, such as 0.5_2.0"
             remedy = f"To keep [{low:g}, {high:g}] set {setting}={first}_{float(last)}."  # a point: else YAML's number
             yield Fault(setting, problem, allowed, remedy)
 
@@ -161,7 +161,7 @@ def loss_settings(config: DictConfig, environment: Environment) -> Iterator[Faul
     if (bypass := _correction(config).get("bypass_mode", False)) is True:  # a copy tells the worker whose they are
         yield from faults_raised_by(limits.require_bypass, own.get("bypass_mode"), loss)
     else:
-        problem = f"loss_mode={loss} weighs by the rollout's log-probs, and verl would recompute the old ones"
+        problem = f"loss_mode={loss} weighs by the rollout's log-probs, but verl would recompute the old log-probs"
         remedy = f"Choose the preset estimator={loss.removeprefix('vp_')}, which sets it and its copy for the loss."
         yield Fault(BYPASS, problem, "True", remedy, value=bypass)
     if not config.trainer.get("use_v1", True):
@@ -178,10 +178,10 @@ def weights_not_applied(config: DictConfig, environment: Environment) -> Iterato
     if "rollout_is_weights" not in _needs(config):
         applying = [name for name, entry in POLICY_LOSSES.items() if "rollout_is_weights" in entry.parameters]
         setting = f"{ACTOR}.policy_loss.loss_mode"
-        problem = f"this loss does not apply the weights {CORRECTION}.rollout_is={weights} as the equation says"
+        problem = f"this loss does not apply the weights of {CORRECTION}.rollout_is={weights} as its equation says"
         yield Fault(setting, problem, ", ".join(applying), f"Set {setting}=vp_grpo.", value=_loss(config))
     if correction.get("bypass_mode"):
-        problem = f"in bypass mode verl silently makes no weights for rollout_is={weights}"
+        problem = f"in bypass mode verl computes no weights for rollout_is={weights}, without a message"
         yield Fault(BYPASS, problem, "False", "Set it to False, or choose estimator=pg_seq_tis or pg_seq_mis.")
     if correction.get("rollout_rs") is not None:
         problem = f"with rollout_is={weights} rejected tokens leave the mask, and with it the denominator"

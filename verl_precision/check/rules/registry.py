@@ -1,6 +1,6 @@
 """All rules, the function that asks them, and what a preset has to do with the answers: one finding for one cause.
 
-The rules of presets stand here: what of them is not in force, because a word or another loss wins.
+The rules of presets: parts without effect, because an option of the command or another loss wins.
 """
 
 import importlib
@@ -39,10 +39,10 @@ PROMISED = (
 )
 NAME = "preset-overruled"
 OF_PRESETS = (NAME, "preset-not-in-force")
-MEANT = " If it is meant, add +presets=yield."
+MEANT = " If you want this, add +presets=yield."
 # What follows where a word wins: end of the setting's path, how serious it is, in a few words. The first that fits.
 _EFFECTS: tuple[tuple[str, Severity, str], ...] = (
-    (r"policy_loss\.loss_mode", "error", "another loss is trained, and the preset's is not in force at all"),
+    (r"policy_loss\.loss_mode", "error", "another loss is trained, and the preset's loss is not used"),
     (r"bypass_mode", "error", "the ratio has another denominator"),
     (r"algorithm\.rollout_correction(\.\w+)?", "error", "the loss gets other rollout weights"),
     (r"adv_estimator|norm_adv_by_std_in_grpo", "error", "another advantage is trained"),
@@ -51,10 +51,10 @@ _EFFECTS: tuple[tuple[str, Severity, str], ...] = (
     (r"mixed_precision\.param_dtype", "error", "this part computes in another dtype than the rest"),
     (r"use_kl_loss|use_kl_in_reward|kl_\w+", "warning", "the KL term is another one"),
     (r"entropy_coeff", "warning", "the entropy term is another one"),
-    (r"loss_agg_mode|loss_scale_factor", "warning", "tokens and responses are weighed otherwise"),
-    (r"clip_ratio\w*|rollout_is_threshold|rollout_rs_threshold", "warning", "the loss clips elsewhere"),
+    (r"loss_agg_mode|loss_scale_factor", "warning", "tokens and responses get other weights"),
+    (r"clip_ratio\w*|rollout_is_threshold|rollout_rs_threshold", "warning", "the loss clips at other bounds"),
     (r"\w*dtype", "warning", "this part computes in another dtype"),
-    (r"\w+", "warning", "this part of the preset is not in force"),
+    (r"\w+", "warning", "this part of the preset has no effect"),
 )
 
 
@@ -103,7 +103,7 @@ def _refuses_the_loss(fault: Fault) -> bool:
 def _of_this_machine(fault: Fault, rule: Rule, config: DictConfig, elsewhere: str) -> Fault:
     """Return a fault of the machine at hand as it counts where a config is only checked there."""
     if elsewhere:
-        problem = f"{fault.problem} The run is for another machine ({elsewhere}), which could not be looked at."
+        problem = f"{fault.problem} The run is for another machine ({elsewhere}), so this check did not look at it."
         remedy = f"Check again on that machine. There: {fault.remedy}"
         return replace(fault, severity="unchecked", problem=problem, remedy=remedy)
     if fault.severity != "error" or (rule.name == "model-missing" and not made_by_a_script(config)):
@@ -117,7 +117,7 @@ def preset_overruled(config: DictConfig, environment: Environment) -> Iterator[F
     wins = OmegaConf.select(config, WIN)
     found = [each for each in winning_words(config) if each.contradicts] if wins is not False else []
     if wins and found:  # they were not replaced
-        problem = "Hydra's multirun has no moment at which presets could replace words of the command"
+        problem = "with Hydra's multirun, presets cannot replace words of the command"
         remedy = f"Start the runs one by one, or leave out {' '.join(dict.fromkeys(each.word for each in found))}."
         yield Fault(WIN, problem, "a single run", remedy, severity="error")
         return

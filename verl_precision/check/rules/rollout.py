@@ -38,8 +38,8 @@ def validation_repeats(config: DictConfig, environment: Environment) -> Iterator
     said = decisions(config)
     by_preset = setting in said.origins and said.origins[setting].group and not said.word_about(setting)
     if (kwargs.n or 1) > 1 and greedy and validates and not by_preset:
-        problem = f"with val_kwargs.{greedy[0]} the {kwargs.n} responses to a prompt are the same, but for rounding"
-        remedy = f"Set {setting}=1, or set {ROLLOUT}.val_kwargs.temperature=0.6, say."
+        problem = f"with val_kwargs.{greedy[0]} the {kwargs.n} responses to a prompt are equal up to rounding"
+        remedy = f"Set {setting}=1, or for example {ROLLOUT}.val_kwargs.temperature=0.6."
         yield Fault(setting, problem, "1, or a temperature above 0", remedy)
 
 
@@ -52,7 +52,7 @@ def raw_logprobs(config: DictConfig, environment: Environment) -> Iterator[Fault
         return
     changed = [f"{key}={OmegaConf.select(rollout, key)}" for key in NEUTRAL if _is_set(rollout, key)]
     effect = f"and raw ones ignore {', '.join(changed)}" if changed else "and these are not, by definition"
-    problem = f"they are compared with the trainer's as those of the policy it sampled from, {effect}"
+    problem = f"the trainer's log-probs are compared with them as if they were those of the sampling policy, {effect}"
     severity: Severity = "warning" if mode == "raw_logprobs" and not changed else "error"
     yield Fault(f"{ROLLOUT}.logprobs_mode", problem, "processed_logprobs", severity=severity, value=mode)
 
@@ -63,12 +63,12 @@ def truncated_sampling(config: DictConfig, environment: Environment) -> Iterator
     ratios = importance_ratios(config)
     if replays_masks(config) or not _needs_logprobs(config):
         return
-    effect = f"{ratios} divides one by the other" if ratios else "the mismatch metrics show the truncation"
+    effect = f"{ratios} divides the two" if ratios else "the mismatch metrics also contain the truncation"
     severity: Severity = "error" if ratios or OmegaConf.select(config, ARITHMETIC_SETTING) == EXACT else "warning"
     for key, allowed in (("top_p", "1.0"), ("top_k", "-1"), ("custom.min_p", "0")):
         if _is_set(config.actor_rollout_ref.rollout, key):
             setting = f"{ROLLOUT}.{key}"
-            problem = f"the rollout renormalises over the tokens it kept, the trainer over all tokens: {effect}"
+            problem = f"the rollout normalises over the kept tokens, the trainer over all tokens: {effect}"
             remedy = f"Set {setting}={allowed}, or +sampling_masks=replay (docs/options.md)."
             yield Fault(setting, problem, f"{allowed}, or sampling masks", remedy, severity=severity)
 
@@ -82,7 +82,7 @@ def temperature_in_half(config: DictConfig, environment: Environment) -> Iterato
     in_half = backend == "torch" if fused else not actor.our_fsdp  # triton's kernel divides its FP32 sums
     if OmegaConf.select(config, setting) != 1 and actor.compute in HALF and in_half and _needs_logprobs(config):
         who = "the fused kernel of verl" if fused else "verl"
-        problem = f"{who} divides {actor.compute} logits by it in {actor.compute}, vLLM in FP32: one more rounding"
+        problem = f"{who} divides {actor.compute} logits by it in {actor.compute}, vLLM in FP32: this adds a rounding"
         kernels = "Set actor_rollout_ref.model.use_fused_kernels=False."
         yield Fault(setting, problem, "1.0", kernels if fused and actor.our_fsdp else "")
 
@@ -110,7 +110,7 @@ def agent_loop(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     ours = rollout.agent.default_agent_loop == AGENT_LOOP
     if OmegaConf.select(config, "reward.custom_reward_function.reward_kwargs.require_finished"):
         if not (ours and of_loop["mark_truncated"]) or config.reward.reward_manager.name in ("dapo", "gdpo"):
-            problem = "only vp_single_turn, with verl's manager naive, tells require_finished what was cut off"
+            problem = "only vp_single_turn with verl's manager naive reports to require_finished what was cut off"
             yield Fault(f"{custom}.mark_truncated", problem, "True, with vp_single_turn and reward_manager.name=naive")
     if not ours:
         if given:
@@ -118,7 +118,7 @@ def agent_loop(config: DictConfig, environment: Environment) -> Iterator[Fault]:
             yield Fault(f"{ROLLOUT}.agent.default_agent_loop", problem, AGENT_LOOP)
         return
     if rollout.name != "vllm":
-        yield Fault(f"{ROLLOUT}.name", f"{AGENT_LOOP} knows vLLM's sampling only", "vllm")
+        yield Fault(f"{ROLLOUT}.name", f"{AGENT_LOOP} supports only vLLM's sampling", "vllm")
     if stop is not None and not (OmegaConf.is_list(stop) and stop and all(isinstance(x, str) and x for x in stop)):
         problem = f"the agent loop {AGENT_LOOP} ends a response at a string"
         yield Fault(f"{custom}.stop", problem, 'a list of strings such as ["</answer>"]')
@@ -135,8 +135,8 @@ def sampling_masks(config: DictConfig, environment: Environment) -> Iterator[Fau
         problem = "only this package's FSDP engine renormalises over them"
         yield Fault(MASKS, problem, "False", "Choose a precision preset.")
     if rollout.top_k < 1:
-        problem = "without top_k the mask of a token could hold the whole vocabulary"
-        yield Fault(f"{ROLLOUT}.top_k", problem, "1 or more", f"Set {ROLLOUT}.top_k=256, say: top_p keeps fewer.")
+        problem = "without top_k the mask of a token could contain the whole vocabulary"
+        yield Fault(f"{ROLLOUT}.top_k", problem, "1 or more", f"Set {ROLLOUT}.top_k=256, for example.")
     elif 0 <= most < least:
         setting = f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs"
         yield Fault(setting, "vLLM refuses to return so many tokens", f"-1, or {least} or more", f"Set ++{setting}=-1.")
@@ -146,14 +146,14 @@ def sampling_masks(config: DictConfig, environment: Environment) -> Iterator[Fau
     if not rollout.calculate_log_probs:
         yield Fault(f"{ROLLOUT}.calculate_log_probs", "the masks come with the log-probs", "True")
     if OmegaConf.select(config, "trainer.v1.trainer_mode") not in ("sync", "vp_sync"):
-        problem = "verl joins the parts of a response that was interrupted, and drops their masks"
+        problem = "verl joins the parts of an interrupted response and drops their masks"
         yield Fault("trainer.v1.trainer_mode", problem, "sync or vp_sync")
     if actor.our_fsdp and not actor.node.get("fp32_log_probs", True):
-        yield Fault(f"{actor.setting}.fp32_log_probs", "verl's own log-probs know no masks", "True")
+        yield Fault(f"{actor.setting}.fp32_log_probs", "verl's own log-probs do not use masks", "True")
     if model.get("use_fused_kernels"):
-        yield Fault("actor_rollout_ref.model.use_fused_kernels", "fused kernels never show their logits", "False")
+        yield Fault("actor_rollout_ref.model.use_fused_kernels", "fused kernels do not return logits", "False")
     if actor.ulysses[1] > 1:
-        yield Fault(actor.ulysses[0], "a rank then sees a part of each sequence", "1")
+        yield Fault(actor.ulysses[0], "each rank then has only a part of each sequence", "1")
 
 
 @rule("adapter-not-loadable")
@@ -172,7 +172,7 @@ def adapter_not_delivered(config: DictConfig, environment: Environment) -> Itera
     """Of its checkpoint engines, verl gives adapters to `naive` alone; the others get the base weights at each sync."""
     trains_adapters = engines(config)[0].strategy in (*FSDP, "megatron")  # the others train the whole model
     if uses_adapter(config) and trains_adapters and (backend := sync_backend(config)) != "naive":
-        problem = f"verl 0.9.1 sends the base weights alone over {backend}: the rollout never gets the LoRA adapter"
+        problem = f"verl 0.9.1 sends the base weights alone over {backend}: the rollout gets no LoRA adapter"
         remedy = f"Set {MERGE}=True, or let trainer and rollout share GPUs (trainer_mode=vp_sync)."
         yield Fault(BACKEND, f"{problem} (verl#7495)", "naive, or merged weights", remedy)
 

@@ -1,4 +1,4 @@
-"""What a rule is, what it finds, and what it may know beyond the config. How to add one: CONTRIBUTING.md."""
+"""A rule, its fault, and the facts it may use beyond the config. How to add one: CONTRIBUTING.md."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -17,7 +17,7 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "unchecked")  # in the o
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong with a composed config. What a rule leaves out is filled in."""
+    """One fault of a composed config; missing fields have defaults."""
 
     setting: str = ""  # full path of the setting
     problem: str = ""  # what happens because of it

@@ -61,8 +61,8 @@ def model_overridden(config: DictConfig, environment: Environment) -> Iterator[F
             continue
         own = of_vllm[key] if key in of_vllm else environment.model.get(key)
         if own is not None and own != value:
-            problem = f"the model has {own}; verl tells its trainer only, and the rollout computes another model"
-            remedy = f"Remove it, or tell vLLM too: +{ROLLOUT}.engine_kwargs.vllm.hf_overrides.{key}={value}."
+            problem = f"the model has {own}; verl passes it only to the trainer, so the rollout computes another model"
+            remedy = f"Remove it, or pass it to vLLM too: +{ROLLOUT}.engine_kwargs.vllm.hf_overrides.{key}={value}."
             yield Fault(f"{MODEL}.override_config.{key}", problem, str(own), remedy)
 
 
@@ -85,7 +85,7 @@ def model_path(config: DictConfig, machine: Machine) -> Iterator[Fault]:
     remedy = "Check the spelling, and the folder's permissions."
     for setting in sorted(machine.missing_models):
         if setting == path and made_by_a_script(config):
-            yield Fault(path, "it is not made yet", allowed, "Start the recipe's own script: it makes the model first.")
+            yield Fault(path, "this model does not exist yet", allowed, "Run the recipe's script; it makes the model.")
         elif not HUB_NAME.match(str(OmegaConf.select(config, setting))):
             yield Fault(setting, "no such folder, and not a hub name", allowed, remedy)
     if machine.unreadable_model:
@@ -102,7 +102,7 @@ def context(config: DictConfig, environment: Environment) -> Iterator[Fault]:
             continue
         setting, positions = f"{place}.max_model_len", environment.model.get("max_position_embeddings")
         if length < longest:
-            problem = f"prompt and response take {longest}: verl would cut responses at the context, without a word"
+            problem = f"prompt and response take {longest}: verl would cut responses at the context without a message"
             remedy = f"Set {setting}={longest}, or shorten the responses (data.max_response_length)."
             yield Fault(setting, problem, f"at least {longest}", remedy)
         elif isinstance(positions, int) and length > positions:
@@ -116,7 +116,7 @@ def group_of_one(config: DictConfig, environment: Environment) -> Iterator[Fault
     estimator = config.algorithm.adv_estimator
     unused = teaches(config) and not config.distillation.distillation_loss.use_task_rewards  # the teacher's count alone
     if config.actor_rollout_ref.rollout.n == 1 and estimator in GROUP_ESTIMATORS and not unused:
-        problem = f"adv_estimator={estimator} compares the responses to a prompt, and one alone has nothing to compare"
+        problem = f"adv_estimator={estimator} compares the responses to a prompt, but there is only one"
         yield Fault(f"{ROLLOUT}.n", problem, "2 or more", f"Set {ROLLOUT}.n=8.")
 
 
@@ -130,8 +130,8 @@ def filter_metric(config: DictConfig, environment: Environment) -> Iterator[Faul
     asked = OmegaConf.select(config, "algorithm.filter_groups.enable") and metric in ("reward", "score")
     if not asked or not (known or graded):
         return
-    problem = "a reward model, an overlong buffer, or a reward that gives more than right and wrong makes it differ "
-    problem += "within a group: groups that are right, or wrong, throughout are not dropped"
+    problem = "a reward model, an overlong buffer, or a reward with partial credit makes the score differ "
+    problem += "within a group, so groups that are all right or all wrong are not dropped"
     allowed, remedy = "acc, or a key that says right or wrong", f"Set {setting}=acc, or name such a key."
     yield Fault(setting, problem, allowed, remedy, severity="warning" if known else "unchecked")
 
@@ -154,7 +154,7 @@ def heads_do_not_divide(config: DictConfig, environment: Environment) -> Iterato
     fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
     for setting, over in sizes.items():
         if over >= 1 and over not in fitting:
-            problem = f"{heads} attention heads, {kv} of keys and values, cannot be shared evenly by {over} ranks"
+            problem = f"{heads} attention heads, {kv} of keys and values, cannot be divided evenly among {over} ranks"
             allowed = ", ".join(map(str, fitting))
             yield Fault(setting, problem, allowed, f"Set {setting}={max(n for n in fitting if n <= over)}.")
 
@@ -172,15 +172,15 @@ def batch_does_not_divide(config: DictConfig, environment: Environment) -> Itera
         sequences = size * n // ranks
         if size * n % ranks:  # TrainingWorker.train_mini_batch
             step = ranks // math.gcd(ranks, n)
-            problem = f"{size * n} sequences (x rollout.n={n}) are not divided by {ranks} ranks, as verl asserts"
+            problem = f"{size * n} sequences (x rollout.n={n}) cannot be divided by {ranks} ranks, as verl requires"
             yield Fault(setting, problem, f"a multiple of {step}", f"Set {setting}={-(-size // step) * step}.")
         elif not owner.use_dynamic_bsz and micro_batch and sequences % micro_batch:  # prepare_micro_batches
             setting, fits = f"{path}.ppo_micro_batch_size_per_gpu", math.gcd(sequences, micro_batch)
-            problem = f"a rank's {sequences} sequences are not divided by it: verl asserts so after the first rollout"
+            problem = f"a rank's {sequences} sequences cannot be divided by it: verl fails after the first rollout"
             yield Fault(setting, problem, f"a divisor of {sequences}", f"Set {setting}={fits}.")
     dynamic = config.actor_rollout_ref.actor.use_dynamic_bsz
     if dynamic != config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz:  # ActorRolloutRefWorker.init_model
-        problem = f"actor.use_dynamic_bsz={dynamic}: each worker asserts that both are the same"
+        problem = f"actor.use_dynamic_bsz={dynamic}: each worker asserts that both are equal"
         yield Fault(f"{ROLLOUT}.log_prob_use_dynamic_bsz", problem, str(dynamic))
 
 
@@ -201,5 +201,5 @@ def token_budget(config: DictConfig, environment: Environment) -> Iterator[Fault
             continue
         least = -(-longest // max(found[role].ulysses[1], 1))
         if tokens < least:
-            problem = f"a sequence of {longest} tokens (prompt and response) fits into no micro-batch: verl stops at it"
+            problem = f"a sequence of {longest} tokens (prompt and response) is longer than a micro-batch: verl stops"
             yield Fault(setting, problem, f"at least {least}", "Raise it, or shorten the responses.")

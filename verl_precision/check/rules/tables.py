@@ -128,7 +128,7 @@ def one_checkpoint(config: DictConfig, environment: Environment) -> Iterator[Fau
     """verl removes the former checkpoint before all of the new one is written."""
     setting = "trainer.max_actor_ckpt_to_keep"
     if saves(config) and OmegaConf.select(config, setting) == 1:
-        problem = "verl removes the former before the new one is complete: a run that ends in between has none"
+        problem = "verl removes the old checkpoint before the new one is complete; a run that ends in between has none"
         yield Fault(setting, problem, "2 or more, or null for all", f"Set {setting}=2.")
 
 
@@ -167,8 +167,8 @@ def ray_resources(config: DictConfig, environment: Environment) -> Iterator[Faul
     cpus = ray_init.num_cpus if ray_init.num_cpus is not None else environment.cores
     if cpus is not None and cpus < needed:
         setting = "ray_kwargs.ray_init.num_cpus"
-        problem = f"verl asks Ray for {needed} logical CPUs, and waits for ever"
-        allowed = f"{needed} or more, whatever the number of cores"
+        problem = f"verl asks Ray for {needed} logical CPUs, and waits forever"
+        allowed = f"{needed} or more, independent of the number of cores"
         yield Fault(setting, problem, allowed, f"Set {setting}={needed}.", value=cpus)
 
 
@@ -200,7 +200,7 @@ def unknown_names(config: DictConfig, environment: Environment) -> Iterator[Faul
         given = ",".join(str(name) for name in names_in(config, setting) if name).replace(" ", "").split(",")
         wrong = ", ".join(name for name in given if name not in ("", *known.split()))
         if wrong and (not when or OmegaConf.select(config, when) == value):
-            problem = f"there is no {wrong}: a worker raises at it, or leaves it out without a word"
+            problem = f"there is no {wrong}: a worker fails, or ignores it without a message"
             yield Fault(setting, problem, ", ".join(known.split()), "Correct the name.")
 
 
@@ -210,7 +210,7 @@ def ignored_settings(config: DictConfig, environment: Environment) -> Iterator[F
     for row in IGNORED:
         value, decides = OmegaConf.select(config, row.setting), OmegaConf.select(config, row.decider)
         if value not in (None, row.default) and decides in row.values:
-            problem = f"nothing reads it with {row.decider}={decides}"
+            problem = f"with {row.decider}={decides}"
             problem += f"; {row.instead} counts" if row.instead else ""
             yield Fault(row.setting, problem, str(row.default), "Remove it, or change what keeps it from being read.")
 
@@ -222,10 +222,10 @@ def not_repeatable(config: DictConfig, environment: Environment) -> Iterator[Fau
         return
     sampler = "trainer.v1.sampler.custom_sampler.name"
     needed: list[tuple[str, object, str]] = [
-        (f"{ROLLOUT}.max_num_seqs", 1, "a batch of other sequences rounds a sequence's logits differently"),
-        (f"{ROLLOUT}.enable_prefix_caching", False, "a prompt is computed in whole or in part, as requests come"),
-        ("mismatch.enabled", True, "verl's own trainer names prompts at random"),
-        (sampler, "SortedReplayBuffer", "a batch is in the order in which responses arrive"),
+        (f"{ROLLOUT}.max_num_seqs", 1, "the logits of a sequence are rounded differently in another batch"),
+        (f"{ROLLOUT}.enable_prefix_caching", False, "a prompt may be computed in parts"),
+        ("mismatch.enabled", True, "verl's own trainer gives prompts random names"),
+        (sampler, "SortedReplayBuffer", "a batch has the order in which responses arrive"),
     ]
     if OmegaConf.select(config, "trainer.v1.trainer_mode") != "sync":
         needed.append(("trainer.v1.trainer_mode", "vp_sync", "a response's weights depend on the machine's speed"))

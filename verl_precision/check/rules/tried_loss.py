@@ -1,4 +1,4 @@
-"""What trying the policy loss in force has shown (`check/loss_trial.py` calls it), and where it is not its paper's."""
+"""Rules of the loss trial (`check/loss_trial.py`), and differences between a loss and its paper."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +26,7 @@ def loss_not_tried(config: DictConfig, environment: Environment) -> Iterator[Fau
         problem = f"the loss could not be tried on a small batch: {tried.problem}. Whether it is finite, and whether "
         problem += "its gradient depends on the micro-batches, is not known"
         allowed = "a loss that can be called as verl calls it, on a CPU"
-        remedy = "Try it where it works: verl_precision.losses.invariance.try_loss."
+        remedy = "Try it in its own environment with verl_precision.losses.invariance.try_loss."
         yield Fault(LOSS, problem, allowed, remedy)
 
 
@@ -37,7 +37,7 @@ def loss_unusable(config: DictConfig, environment: Environment) -> Iterator[Faul
     if said := tried.unusable or (tried.problem if _of_host(tried) else ""):
         allowed = "a loss that returns a scalar with a gradient, and a dictionary of metrics"
         remedy = "Correct it, or the setting that its message names."
-        yield Fault(LOSS, f"{said}. The first update ends so", allowed, remedy)
+        yield Fault(LOSS, f"{said}. The first update would fail with this", allowed, remedy)
     if (trial := tried.trial) is None:
         return
     if trial.nonfinite:
@@ -45,7 +45,7 @@ def loss_unusable(config: DictConfig, environment: Environment) -> Iterator[Faul
         allowed = "a loss that is finite for ratios of 0.3 to 8, a response of one token, one without advantage"
         yield Fault(LOSS, problem, allowed, "Correct the loss, or choose another loss_mode.")
     elif trial.masked > DEPENDS:
-        problem = "its gradient depends on what masked tokens hold (a tool's answers, padding): it changes by "
+        problem = "its gradient depends on masked tokens (a tool's answers, padding): it changes by "
         problem += f"{trial.masked:.2g} of its size"
         allowed = "a loss in which response_mask decides which tokens count"
         yield Fault(LOSS, problem, allowed, f"{AGGREGATE}, and take no mean without the mask.")
@@ -69,10 +69,10 @@ def loss_depends_on_cut(config: DictConfig, environment: Environment) -> Iterato
     severity: Severity = "error" if large else "warning"
     means = " (means over draws: it draws at random)" if trial.random else ""
     thread = f" {THREADS[name]}." if (name := OmegaConf.select(config, LOSS)) in THREADS else ""
-    problem = "its gradient depends on how a batch is cut. As a share of that of the whole batch, it changes by "
+    problem = "its gradient depends on how a batch is split. Relative to that of the whole batch, it changes by "
     problem += f"{', '.join(f'{size:.2g} ({name})' for name, size in shown.items())}{means}"
-    host = f"Have one micro-batch in an update, or choose another loss_mode.{thread}"
-    allowed, remedy = "a loss that is divided by the counts of the whole mini-batch", f"{AGGREGATE}."
+    host = f"Use one micro-batch in an update, or choose another loss_mode.{thread}"
+    allowed, remedy = "a loss that divides by the counts of the whole mini-batch", f"{AGGREGATE}."
     yield Fault(LOSS, problem, allowed, host if _of_host(tried) else remedy, severity=severity)
 
 
@@ -80,7 +80,7 @@ def loss_depends_on_cut(config: DictConfig, environment: Environment) -> Iterato
 def loss_ignores_weights(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Importance weights were asked for, and change nothing."""
     if environment.loss is not None and environment.loss.ignores_weights:
-        problem = f"importance weights are computed, and loss_mode={OmegaConf.select(config, LOSS)} does not apply them"
+        problem = f"importance weights are computed, but loss_mode={OmegaConf.select(config, LOSS)} does not apply them"
         allowed = "null, or a loss that applies rollout_is_weights"
         yield Fault(WEIGHTS, problem, allowed, "Leave it out, or choose another loss_mode.")
 

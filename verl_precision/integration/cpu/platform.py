@@ -36,7 +36,7 @@ def _peak_bytes(device: object = None) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-# What verl asks of `torch.cuda`: `torch.cpu`, random state, and the memory of this process.
+# The functions of `torch.cuda` that verl calls: `torch.cpu`, random state, memory of this process.
 cpu_device: Any = SimpleNamespace(
     **{name: getattr(torch.cpu, name) for name in torch.cpu.__all__ if name != "current_device"},
     current_device=_always(torch.device("cpu")),  # verl passes the answer to `Tensor.to` and to FSDP

@@ -1,1 +1,1 @@
-"""This package's engines under verl: their build, losses, measurement, and weights on their way out."""
+"""This package's engines for verl: build, losses, measurement, export of weights."""

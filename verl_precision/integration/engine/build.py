@@ -1,4 +1,4 @@
-"""Which engine a config gets, and its build: one list of steps, `module = step(engine, module)`.
+"""Chooses the engine of a config and builds it in a list of steps, `module = step(engine, module)`.
 
 What a step leaves behind to take part in updates or weight streams is an `EnginePart`. A step of what most runs do
 without is an entry point (base/extensions.py) of the group `verl_precision.engine`, named after the setting of the
@@ -75,7 +75,7 @@ def register_engines(engines: Iterable[type], backends: Iterable[str], key: tupl
 
 @dataclass(frozen=True)
 class EnginePart:
-    """Takes part in what an engine does after its build; what is left out does nothing."""
+    """Hooks into an engine after its build; missing hooks do nothing."""
 
     # (data, verl's loss function) -> the loss function of the update whose batch is `data`
     watched: Callable[[Any, Callable], Callable] = lambda data, loss_function: loss_function

@@ -1,4 +1,4 @@
-"""The mismatch, measured in the worker while it updates: for bypass mode, and for α and β with a shadow.
+"""Measures the mismatch in the worker during an update: for bypass mode, and for α and β with a shadow.
 
 The trainer asks for it by a request among a batch's data (`run_monitor.py`). What is measured travels back as
 statistics that merge (`merged_metrics.py`). The seam is `BaseEngine.train_batch`, which every engine of verl inherits.
@@ -42,7 +42,7 @@ logger = logging.getLogger("verl_precision.mismatch")
 
 
 class MeasureOrder(TypedDict):
-    """What the trainer asks the worker to measure; plain data, because it travels with a batch."""
+    """The trainer's request to measure, as plain data that travels with a batch."""
 
     mismatch: bool  # is the gap itself measured here? else the driver does that
     rollout_as_shadow: bool  # where no shadow runs, is the rollout to stand for one?
@@ -119,7 +119,7 @@ def measure(request: MeasureOrder, output: Mapping[str, Tensor], data: Any) -> d
         found |= _measure(request, output, data)
     except Exception:  # somebody's run is under way, and does not need this number
         failed = 1.0
-        logger.exception("the mismatch of a micro-batch could not be measured; training goes on without it")
+        logger.exception("the mismatch of a micro-batch could not be measured; training continues without it")
     found[FAILED] = Count(torch.tensor(failed))
     return {key: MergedMetric([statistic]) for key, statistic in found.items()}
 
@@ -131,7 +131,7 @@ def _measure(request: MeasureOrder, output: Mapping[str, Tensor], data: Any) -> 
     elif request["bypass"]:
         fields.append("old_log_probs")  # they are the rollout's
     else:
-        raise KeyError("rollout_log_probs did not reach the worker")
+        raise KeyError("the worker did not receive rollout_log_probs")
     padded = data.select(*fields).to_padded_tensor()
     mask, advantages, rollout = (padded[name] for name in fields)
     trainer = no_padding_2_padding(output.get(OF_TRAINING, output["log_probs"]).detach(), data)

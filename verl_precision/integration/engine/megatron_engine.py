@@ -1,4 +1,4 @@
-"""verl's Megatron engines with overflows that cost an update and not the run, and a weight stream that ends verified.
+"""verl's Megatron engines with two additions: an overflow skips an update, and weight streams are verified.
 
 Megatron has FP16 of its own. When its optimizer reports an overflow, which a dynamic scale makes by design, verl raises
 `NotImplementedError`. Here the update is skipped and counted, as in our FSDP engine, and the schedule waits for it.

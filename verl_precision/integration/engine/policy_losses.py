@@ -1,4 +1,4 @@
-"""The losses under verl's call, and the weights of its rollout-correction step.
+"""The adapter from verl's call of a loss to ours, and weights for verl's rollout-correction step.
 
 `actor.policy_loss.loss_mode=<name of POLICY_LOSSES>`. Which policy verl's `old_log_prob` belongs to depends on the run:
 that of θ' recomputed by the trainer, or, in bypass mode, the rollout's. The worker is not told. So a loss that needs
@@ -63,10 +63,10 @@ class AdaptedLoss:
         needs = self.entry.parameters
         if rollout_is_weights is not None and "rollout_is_weights" not in needs:
             raise ConfigurationError(
-                "algorithm.rollout_correction.rollout_is made weights that this loss does not take",
+                "algorithm.rollout_correction.rollout_is computes weights, but this loss does not take them",
                 setting="actor_rollout_ref.actor.policy_loss.loss_mode",
                 value=self.name,
-                allowed="a loss that takes the weights, or no weights",
+                allowed="a loss that takes rollout weights, or no rollout weights",
                 remedy="Set algorithm.rollout_correction.rollout_is=null.",
             )
         if "rollout_log_probs" in needs:

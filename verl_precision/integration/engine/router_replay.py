@@ -1,4 +1,4 @@
-"""The rollout's choice of experts, replayed in verl's FSDP engine and compared with the trainer's.
+"""Replays the rollout's choice of experts in verl's FSDP engine and compares it with the trainer's.
 
 verl carries `routed_experts` from the rollout to every forward of the actor (`rollout.enable_rollout_routing_replay`),
 and only its Megatron and VeOmni engines read it. This reads it for FSDP, by verl's own setting `router_replay.mode`:

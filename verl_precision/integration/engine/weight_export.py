@@ -1,8 +1,7 @@
-"""Weights on their way to the rollout and into an export: as exact as the trainer holds them.
+"""Weights for the rollout and for an export, with the full precision that the trainer has.
 
-Of a model with a LoRA adapter each tensor is what PEFT merges, in FP32, one at a time. Nothing is merged in place: that
-would move both of two names that have one storage (tied embeddings, layers that an adapter repeats), and a live model
-would have to be put back.
+With a LoRA adapter each tensor is merged as PEFT does it, in FP32, one at a time. Nothing is merged in place, because
+two names may share one storage (tied embeddings, layers that an adapter repeats).
 """
 
 import copy
@@ -32,7 +31,7 @@ _OF_LAYER = re.compile(r"(.*?)\.((?:base_layer|lora_\w+)\..*)")
 
 @dataclass(frozen=True)
 class Source:
-    """What a tensor of the model is made of."""
+    """The parts of a tensor of the model."""
 
     name: str  # in the state dict
     layer: Any = None  # of the adapter, without weights; None: the tensor is taken as it is
@@ -124,18 +123,18 @@ def adapter_layers(module: Any, merges: bool, targets: object) -> dict[str, Any]
         base: Any = module.get_base_model()
         tied, remedy = base.all_tied_weights_keys, f", or set {MODEL}.lora.merge=False"
         lost = untied(found, tied, lambda one, other: parameters[one] is parameters[other])
-        problem = "in the rollout it is one matrix with another (tie_word_embeddings), and the adapter parts them"
+        problem = "in the rollout two modules share this matrix (tie_word_embeddings), and the adapter changes only one"
     else:
         remedy = f", or set {MODEL}.lora.merge=True"
         lost = [name for name, layer in layers.items() if getattr(layer, "num_experts", 1) > 1]
         lost += [name for name in names if COPY in name]
-        problem = "vLLM serves no adapter of experts, and no module that was trained whole (modules_to_save)"
+        problem = "vLLM serves neither adapters of experts nor modules that are trained in full (modules_to_save)"
     if unknown := unmerged(found):
         lost, problem, remedy = unknown, "PEFT does not merge it, nor does vLLM serve it", ""
     if lost:
         raise ConfigurationError(
             f"{lost[0]} of the adapter cannot be sent to the rollout: {problem}", setting=f"{MODEL}.target_modules",
-            value=str(targets), allowed="modules that merging, or vLLM, can take",
+            value=str(targets), allowed="modules that PEFT can merge, or vLLM can serve",
             remedy=f"Leave it out of the adapter{remedy}.",
         )  # fmt: skip
     return layers

@@ -1,1 +1,1 @@
-"""What vLLM's processes run of this package: the guard of weight syncs, sampling masks, an agent loop."""
+"""The parts of this package in vLLM's processes: the guard of weight syncs, sampling masks, an agent loop."""

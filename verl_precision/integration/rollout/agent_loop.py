@@ -1,4 +1,4 @@
-"""verl's single-turn agent loop with what verl does not ask vLLM for: stop strings, min-p, seeds, sampling masks.
+"""verl's single-turn agent loop with further requests to vLLM: stop strings, min-p, seeds, sampling masks.
 
 In a recipe:
 

@@ -1,4 +1,4 @@
-"""Choose layers to verify, and load them afresh beside the live ones where loading needs no special reload."""
+"""Chooses the layers to verify and loads copies of them beside the live ones."""
 
 import contextlib
 from collections import defaultdict
@@ -91,7 +91,7 @@ def _loading_twice(live: Any, loader: Callable[..., Any], holders: list[tuple[st
         result = loader(*args, **kwargs)
         try:
             if not any(argument is live for argument in (*args, *kwargs.values())):
-                raise TypeError("its loader was not given the parameter")
+                raise TypeError("its weight loader did not receive the parameter")
             if fresh is None:
                 fresh = _unlike(live)
                 fresh.weight_loader = loader

@@ -1,4 +1,4 @@
-"""What is known of a weight sync under way: its tensors as they come, what is loaded, what is wrong."""
+"""The state of a running weight sync: tensors received, parameters loaded, problems found."""
 
 import time
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""verl's vLLM server, which says on request which tokens sampling kept at each place of a response.
+"""verl's vLLM server with sampling masks: on request it returns the tokens that sampling kept at each position.
 
 vLLM returns the most probable tokens of each place with their processed log-probs, which are -inf for tokens that
 top-k, top-p and min-p dropped. That all kept tokens were returned is checked: their probabilities sum to 1.
@@ -76,10 +76,10 @@ def kept_of(log_probs: Any, places: int, returned: int) -> tuple[np.ndarray, np.
     mass = np.add.reduceat(np.where(kept, np.exp(values), 0), starts)
     if abs((worst := mass[np.abs(mass - 1).argmax()]) - 1) > _NORMALISED:
         raise ConfigurationError(
-            f"at one place sampling kept more tokens than the {returned} that were returned: these have {worst:.4f} of "
+            f"vLLM sampled from more than the {returned} tokens that it returned: these have {worst:.4f} of "
             "the probability. Logits that are equal to the one of rank top_k are all kept",
             setting="actor_rollout_ref.rollout.top_k",
-            allowed="such that at most top_k + 16 tokens are tied there, or the size of the vocabulary",
+            allowed="a top_k with at most 16 further tokens tied at its rank, or the size of the vocabulary",
             remedy="Choose a smaller top_k, or a rollout in FP16 or FP32, which has fewer ties.",
         )
     return np.add.reduceat(kept, starts, dtype=np.int32), ids[kept]

@@ -1,4 +1,4 @@
-"""A weight socket of its own for each run: two runs on one host must not load each other's weights.
+"""A separate weight socket for each run, so that two runs on one host do not load each other's weights.
 
 verl's trainer sends the weights to vLLM through a UNIX socket in /tmp, named after the Ray job, and the first job of
 every Ray has the same name. The driver therefore chooses a name before Ray starts, and both ends find it in their

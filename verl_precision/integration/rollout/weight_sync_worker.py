@@ -1,4 +1,4 @@
-"""verl's vLLM worker extension, which verifies each weight sync when it ends and stops the run on proof.
+"""verl's vLLM worker extension. It verifies each weight sync at its end, and stops the run if a fault is proven.
 
 The presets choose it: `actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls`. What it asks, and what it
 cannot know (then the canary covers it): docs/weight_sync.md.
@@ -28,7 +28,7 @@ from verl_precision.weight_sync.verify import LayerRecord, NotVerifiableError, n
 logger = logging.getLogger("verl_precision.weight_sync")
 
 SYNC_HELP = (
-    "The rollout would sample from another policy than the one being trained. Usual causes: a layer that keeps a "
+    "The rollout would sample from a policy that is not the trainer's. Usual causes: a layer that keeps a "
     "repacked copy of an old weight (tied embeddings), a parameter name the loader does not know, a transfer buffer "
     "reused before it was read, a dtype cast on the way. Set VERL_LOGGING_LEVEL=DEBUG for vLLM's loader messages; "
     "report the tensor names with the versions shown by `verl-precision check`."
@@ -147,7 +147,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         dtype = self.model_runner.vllm_config.model_config.dtype
         start, lost = time.perf_counter(), []
         if sync.digests is not None and sync.sent is None:
-            lost = ["the manifest: announced by the trainer, never received"]
+            lost = ["the manifest: announced by the trainer, but not received"]
         elif sync.sent is not None:
             received = {} if sync.digests is None else sync.digests.fetch()
             lost = manifest.differences(sync.sent, received)
@@ -165,7 +165,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         then = {key: output() for key, output in self._encoded.items()}
         old = [key for key, one in self._encoder_outputs().items() if then.get(key) is one]
         came = f"weight sync {self._sync_index - 1}"
-        return [f"encoder output {key}: made before {came}, and served after it: caches were not reset" for key in old]
+        return [f"encoder output {key}: from before {came}, used after it: caches were not reset" for key in old]
 
     def _delivery_problems(self) -> list[str]:
         """Ask whether an adapter comes at all, where vLLM is there to serve one (verl#7495)."""

@@ -1,1 +1,1 @@
-"""What verl's trainer process runs of this package: measurement, alarm, canary, metrics file, identity of a run."""
+"""The parts of this package in verl's trainer process: measurement, alarm, canary, metrics file, identity of a run."""

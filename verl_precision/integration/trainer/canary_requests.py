@@ -1,7 +1,7 @@
 """The trainer callback with the canary: it asks every rollout replica after a weight sync, then the trainer's engine.
 
 The replicas answer while they sample the next step. When sampling has ended, the trainer scores the same tokens with
-the weights that it sent, and judges before it learns from what was sampled: a wrong rollout costs no update.
+the weights that it sent, and compares before its next update, so a wrong rollout costs no update.
 """
 
 import logging
@@ -27,7 +27,7 @@ from verl_precision.weight_sync.settings import canary_settings
 logger = logging.getLogger("verl_precision.weight_sync")
 
 CANARY_HELP = (
-    "The weights arrived intact, and the engine that serves requests is not using them. Usual causes: a replica that a "
+    "The weights arrived intact, but the engine that serves requests does not use them. Usual causes: a replica that a "
     "sync left out, a LoRA adapter that is not applied, CUDA graphs over old memory, quantised or packed weights that "
     "were not made anew, or a dtype or context that is not the config's. Compare weight_sync/unverified_layers, start "
     "the run again, or set weight_sync.canary.action=log to go on."
@@ -57,10 +57,10 @@ class TrainerCanary:
         self._syncs = 0
         self._works = settings.every_n_syncs > 0
         if self._works and (name := str(config.actor_rollout_ref.rollout.name)) not in verl_config.PROMPT_LOG_PROBS:
-            self._give_up(f"as verl drives it, a {name} server gives no log-probs of a prompt")
+            self._give_up(f"as verl drives it, a {name} server does not return log-probs of a prompt")
 
     def on_init_end(self, proceed, *args, **kwargs):
-        """Ask once the first weights are there."""
+        """Send requests after the first weight sync."""
         proceed(*args, **kwargs)
         self._ask_synced()
 
@@ -111,7 +111,7 @@ class TrainerCanary:
             ]
 
     def collect(self) -> None:
-        """Take the answers, once the step has been sampled and before replicas sleep."""
+        """Collect the answers after sampling and before replicas sleep."""
         start = time.perf_counter()
         asked, self._asked = self._asked, {}
         for rank, futures in asked.items():
@@ -119,12 +119,12 @@ class TrainerCanary:
             try:
                 *self._outputs[rank], once = ray.get(futures, timeout=left)
                 if cached := once.extra_fields.get("num_cached_tokens"):
-                    cache = "a prefix cache that older weights filled: the sync did not reset it"
+                    cache = "a prefix cache from older weights, which the sync did not reset"
                     self._problems.append(f"replica {rank}: it read {cached} tokens from {cache}")
             except ray.exceptions.GetTimeoutError:
                 allowed = f"weight_sync.canary.timeout_seconds={self.settings.timeout_seconds:g}"
                 remedy = "look at its log, allow more time, or go on without it (weight_sync.canary.action=log)"
-                self._problems.append(f"replica {rank} has not answered within {allowed}: {remedy}")
+                self._problems.append(f"replica {rank} did not answer within {allowed}: {remedy}")
             except ray.exceptions.RayError as error:
                 self._problems.append(f"replica {rank} failed to answer: {str(error).strip().splitlines()[-1]}")
         self._seconds = time.perf_counter() - start
@@ -144,7 +144,7 @@ class TrainerCanary:
             for rank, answers in outputs.items():
                 tokens[rank], served[rank] = self._scored(answers)
                 if served[rank] is None:
-                    return self._give_up(f"replica {rank} returns no log-probs for it")
+                    return self._give_up(f"replica {rank} returned no log-probs for the canary")
             try:
                 trainer = self._trainer_log_probs(workers, tokens)
             except Exception as error:  # says nothing of the rollout, and the run can go on without a canary

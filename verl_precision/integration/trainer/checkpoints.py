@@ -1,13 +1,12 @@
-"""Checkpoints that earlier starts have left: which are complete, which one a run goes on from, and which may go.
+"""Checkpoints of earlier starts: which are complete, which one a run resumes from, and which may be deleted.
 
-verl goes on from the one that `latest_checkpointed_iteration.txt` names. A run that is killed leaves it empty or old,
-and a missing one, or one that names a folder that is gone, has verl begin from scratch. And each start of verl forgets
-the checkpoints of the former ones, so that they are never removed.
+verl resumes from the checkpoint in `latest_checkpointed_iteration.txt`. A killed run leaves this file empty or old. If
+it is missing, or names a missing folder, verl begins from scratch. verl never removes checkpoints of earlier starts.
 
 A checkpoint is complete where verl has written all of it: for each role (actor, critic) a file of each rank for each
 content that is loaded, then `data.pt`. All are ZIP archives of `torch.save`, whose directory stands at the end: half a
 file has none. In asynchronous modes the prompts under way follow in `transfer_queue`, which appears whole.
-A file `KEEP` in a checkpoint's folder spares it.
+A checkpoint whose folder has a file `KEEP` is not deleted.
 """
 
 import logging
@@ -49,9 +48,9 @@ def keep_checkpoint_before(step: int, folder: Path) -> None:
         return
     checkpoint = found[max((number for number in found if number < step), default=min(found))]
     if not (mark := checkpoint / MARK).exists():
-        words = f"An alarm has its evidence from step {step} on. This checkpoint stays while this file is here.\n"
+        words = f"An alarm's evidence began at step {step}. This file keeps the checkpoint from deletion.\n"
         write_file(mark, words)
-        logger.warning("%s stays on the disk: it is the last checkpoint before the first sign of trouble", checkpoint)
+        logger.warning("%s is kept: it is the last checkpoint before the alarm's evidence began", checkpoint)
 
 
 def is_complete(checkpoint: Path, contents: Iterable[str] = tuple(_FILES), roles: Iterable[str] = ("actor",)) -> bool:
@@ -70,7 +69,7 @@ def _whole(folder: Path) -> set[str]:
 
 
 def mend_tracker(config: DictConfig) -> None:
-    """Have verl go on from the newest complete checkpoint, where its tracker names none; say so.
+    """If verl's tracker names no complete checkpoint, make verl resume from the newest complete one, and log it.
 
     Without tracker and complete checkpoint, a run begins from scratch, and this says beside which; with a tracker alone
     it is refused. Runs that do not resume by it, or have other engines than FSDP, are left alone.
@@ -80,7 +79,7 @@ def mend_tracker(config: DictConfig) -> None:
         return
     found, tracker = checkpoints_in(folder), folder / TRACKER
     roles = [engine.role for engine in engines(config) if engine.trains]
-    way_out = "Remove it: the newest complete checkpoint is found."
+    way_out = "Remove this file; the run then finds the newest complete checkpoint by itself."
     said = read_state(tracker, lambda text: text.strip()[:_SHOWN], way_out)
     complete = [step for step, path in found.items() if is_complete(path, actor.checkpoint.load_contents, roles)]
     if said and said in map(str, complete):
@@ -90,7 +89,7 @@ def mend_tracker(config: DictConfig) -> None:
     half = ", ".join(path.name for step, path in found.items() if step not in complete) or "none"
     if complete:
         logger.warning(
-            "%s %s. The run goes on from the newest complete checkpoint, global_step_%d (not complete: %s)",
+            "%s %s. The run resumes from the newest complete checkpoint, global_step_%d (not complete: %s)",
             tracker, "is not there" if said is None else f"says {said!r}", complete[-1], half,
         )  # fmt: skip
         write_file(tracker, str(complete[-1]), replace=True)
@@ -100,14 +99,14 @@ def mend_tracker(config: DictConfig) -> None:
             setting="trainer.default_local_dir",
             value=str(folder),
             allowed="a folder with a complete checkpoint, or without any",
-            remedy="Bring the checkpoint back. Or, to begin from scratch, add trainer.resume_mode=disable.",
+            remedy="Restore the checkpoint. To begin from scratch, add trainer.resume_mode=disable.",
         )
     elif found:
         logger.warning("%s: no checkpoint is complete (%s), and the run begins from scratch", folder, half)
 
 
 def adopt_earlier(checkpoint_manager: Any, local_path: str, keep: int | None) -> None:
-    """Have verl's checkpoint manager remember the checkpoints of earlier starts, which it removes in its usual order.
+    """Add the checkpoints of earlier starts to verl's checkpoint manager, which removes them in its usual order.
 
     Incomplete ones go first; those with a file `KEEP` stay. The newest complete one, from which a run would go on,
     outlives the saving of the next: with `keep=1` verl removes what it remembers as soon as the new shards are there.
@@ -125,5 +124,5 @@ def adopt_earlier(checkpoint_manager: Any, local_path: str, keep: int | None) ->
     if keep == 1 and not known:
         whole = whole[:-1]
     if half or whole:
-        logger.info("of earlier starts, counted among the %d that are kept: %s", keep, [p.name for p in half + whole])
+        logger.info("of earlier starts, counted among the %d to keep: %s", keep, [p.name for p in half + whole])
     checkpoint_manager.previous_saved_paths = [*(str(path / new.name) for path in half + whole), *known]

@@ -1,4 +1,4 @@
-"""What `check/preflight.py` has the driver do at Hydra's moments: name the run, own its folder, hear signals."""
+"""Tasks of the driver, called by `check/preflight.py`: name the run, lock its folder, receive signals."""
 
 import os
 from functools import partial
@@ -40,7 +40,7 @@ class Driver:
             self._requests.listen()
 
     def end(self, config: DictConfig, completed: bool) -> None:
-        """End with the exit code of a run that was asked to end, if that is why it has ended; or hand over."""
+        """End with the exit code of a run that ended on request, or start the rescue."""
         if self._requests is not None:
             self._requests.end(completed)
             if completed:

@@ -1,4 +1,4 @@
-"""Carries statistics through verl, which by itself averages whatever is reported.
+"""Merges statistics inside verl, which would average everything that is reported.
 
 `ppo_loss` forces MEAN on everything a policy loss returns, and the reduction over ranks is a class method of `Metric`
 that no subclass can change. Both are wrapped: micro-batches, ranks and mini-batches of a `MergedMetric` are merged

@@ -1,4 +1,4 @@
-"""verl's metrics file over all starts of a run.
+"""One metrics file for all starts of a run.
 
 verl empties the file of `trainer.logger=[file]` at each start. Under the trainers of `trainers.py` it is one series:
 rows up to the checkpoint stay, and later ones, of steps that are done again, move to `<file>.superseded`.

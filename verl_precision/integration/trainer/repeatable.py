@@ -1,4 +1,4 @@
-"""A run that repeats bit for bit: its prompts have names that say their place, and requests seeds of these names.
+"""A run that repeats bit for bit: prompts are named by their place, and the seed of a request comes from that name.
 
 verl names prompts at random and orders a batch as responses arrive. Names here are made of the step and of the place in
 it, and batches are sorted by them: the preset `repeatable=bitwise` chooses `SortedReplayBuffer` as the run's sampler.

@@ -1,4 +1,4 @@
-"""Which run is this, and who may run it? A folder belongs to one run, and at a time to one process.
+"""The identity of a run. A folder belongs to one run, and to one process at a time.
 
 verl resumes from whatever lies in `trainer.default_local_dir`: a run with a changed learning rate goes on from the old
 one's checkpoint. Where a recipe's name is `${verl_precision.run_name:}`, the name gets a digest of the settings, so
@@ -95,7 +95,7 @@ def _own(folder: Path, setting: str, value: str) -> None:
     if holder is None or owner.owned_here(folder):
         return
     if _may_be_a_later_start() and holder.job == owner.this_job():
-        logger.warning("%s is still locked by an earlier start of this job: %s", folder, holder)
+        logger.warning("%s is still locked; an earlier start of this job holds it: %s", folder, holder)
         holder = owner.take(folder, owner.LEASE_SECONDS)
     if holder is not None:
         words = filled(_WORDS["at work"], folder=folder, holder=holder)

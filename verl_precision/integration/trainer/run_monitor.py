@@ -1,4 +1,4 @@
-"""The trainer callback that measures the mismatch, judges it and remembers it (`trainers.py`).
+"""The trainer callback that measures the mismatch, updates the alarm, and saves its state (`trainers.py`).
 
 In decoupled mode verl has recomputed the trainer's log-probs, and the driver measures. In bypass mode, and wherever a
 shadow splits the gap, the worker measures in an update (`measurement.py`).
@@ -45,7 +45,7 @@ logger = logging.getLogger("verl_precision.mismatch")
 
 
 class RunMonitor:
-    """Measures, judges and remembers for one run; what is measured stays statistics until the step ends."""
+    """Measures, updates the alarm and saves its state for one run; statistics become numbers at the end of a step."""
 
     def __init__(self, trainer: Any) -> None:
         """Read from a trainer's config what decides where to measure, and what."""
@@ -189,7 +189,7 @@ class RunMonitor:
         return found
 
     def judge(self, step: int, metrics: MutableMapping[str, Any]) -> MismatchAlarmError | None:
-        """Feed the alarm, say what it raises, and return the error that is to end the run, if one is."""
+        """Update the alarm, log what it raises, and return the error that should end the run, if any."""
         stop, start = None, time.perf_counter()
         raised = self.alarm.update(step, metrics)
         self.first_alarm_step = min((alarm.since_step for alarm in raised), default=None)
@@ -202,15 +202,15 @@ class RunMonitor:
         return stop
 
     def save(self, folder: Path, metrics: Mapping[str, Any]) -> None:
-        """Write the alarm's memory beside a checkpoint, and the finite numbers of its step, for the model card."""
+        """Write the alarm's state beside a checkpoint, and the finite numbers of its step, for the model card."""
         write_file(folder / ALARM_FILE, json.dumps(self.alarm.state_dict()), replace=True)
         numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, Real)}
         finite = {key: value for key, value in numbers.items() if math.isfinite(value)}
         write_file(folder / STEP_METRICS, json.dumps(finite), replace=True)
 
     def load(self, folder: Path) -> None:
-        """Take over the alarm's memory of a checkpoint, if it has one."""
-        read_state(folder / ALARM_FILE, self._take_over, "Restore it; or remove it, to begin with a new baseline.")
+        """Load the alarm's state from a checkpoint, if it has one."""
+        read_state(folder / ALARM_FILE, self._take_over, "Restore the file, or remove it to start with a new baseline.")
 
     def _take_over(self, state: dict[str, Any]) -> None:
         if unknown := state.keys() - self.alarm.state_dict().keys():
@@ -222,13 +222,13 @@ class RunMonitor:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Time a measurement; if it fails, say so and count it. The run goes on, and the next step tries again."""
+        """Time a measurement; if it fails, log and count it. The run continues."""
         start = time.perf_counter()
         try:
             yield
         except Exception:  # somebody's run is under way, and does not need these numbers
             self._failures += 1
-            logger.exception("the mismatch could not be measured; training goes on, and the next step tries again")
+            logger.exception("the mismatch of this step could not be measured; training continues with the next step")
         finally:
             self._seconds += time.perf_counter() - start
 

@@ -1,4 +1,4 @@
-"""The settings that make a run another one, those of them that are not at their default, and its files' content.
+"""The settings and file contents that identify a run.
 
 Two runs are the same where each setting that both know is equal, and one that only one of them knows has its default:
 verl may get new settings between two starts. A default is that of verl's own `ppo_trainer`, else null.
@@ -34,7 +34,7 @@ _SCRATCH = "default_of_a_setting"
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)
 class RunSettings:
-    """A run, as its config has it or as its folder's record does."""
+    """The settings of a run, from its config or from its folder's record."""
 
     settings: dict[str, Any]  # every setting that counts, resolved, by its full name
     chosen: list[str]  # those that have not their default
@@ -64,7 +64,7 @@ class RunSettings:
         """Return the run of a record of `run_identity`."""
         read = cls(**record)
         if lost := {*read.chosen, *read.content} - read.settings.keys():
-            raise ValueError(f"it has no setting {min(lost)}, which it names")
+            raise ValueError(f"this config has no setting {min(lost)}, which the file names")
         return read
 
     def as_record(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def differences(old: RunSettings, new: RunSettings) -> str:
     said: list[str] = []
     for name in changed[:most]:
         was, now = (run.settings.get(name, "not set") for run in (old, new))
-        change = f" was {was!r}, is {now!r}" if was != now else f"={now!r} has another content than it had"
+        change = f" was {was!r}, is {now!r}" if was != now else f"={now!r} has changed its content"
         said.append(name + change)
     return "; ".join(said + [f"and {len(changed) - most} more"] * (len(changed) > most))
 
@@ -167,7 +167,7 @@ def _content(name: str, value: Any) -> str | None:
         return content_digest([file for place in places for file in _files(place)]) if there else None
     except (OSError, ValueError, KeyError) as error:
         problem = f"a file that it names cannot be read ({type(error).__name__}: {error})"
-        remedy = "Mend the file, or name another one: a run with another content is another run."
+        remedy = "Restore the file, or name another one. A file with other content makes a new run."
         raise ConfigurationError(problem, setting=name, value=value, remedy=remedy) from error
 
 

@@ -1,9 +1,8 @@
-"""When a run saves beside `trainer.save_freq`: by time, and when SIGUSR1 or SIGTERM asks for it.
+"""Checkpoints beside `trainer.save_freq`: at intervals of time, and after SIGUSR1 or SIGTERM.
 
-verl's driver, which gets the signals, only waits; the trainer is a busy actor of Ray's, perhaps on another host. So a
-signal leaves an empty file in the run's folder, which every host sees and `touch` makes as well, and the trainer takes
-it away at the end of a step. After SIGTERM it saves and ends the run. A second SIGTERM ends it at once, and so does the
-first where no checkpoints are saved, or before Ray has started.
+verl's driver receives the signals, but the trainer is a Ray actor, perhaps on another host. So a signal creates an
+empty file in the run's folder (`touch` works too), and the trainer removes it at the end of a step. After SIGTERM it
+saves and ends the run. A second SIGTERM, or the first of a run without checkpoints, ends the run at once.
 """
 
 import logging
@@ -33,13 +32,13 @@ logger = logging.getLogger("verl_precision")
 
 @settings("checkpoint.{}".format)
 class CheckpointSettings:
-    """The block `checkpoint`: a run saves at the end of its last step, and of one when its checkpoint is so old."""
+    """The block `checkpoint`: a run saves after its last step, and when its latest checkpoint is this old."""
 
     every_minutes: float = Field(default=0.0, ge=0, strict=True, allow_inf_nan=False, description="Set 60, or 0: off.")
 
 
 def checkpoint_settings(config: DictConfig) -> CheckpointSettings:
-    """Return the settings in a config's block `checkpoint`; what it leaves out has its default."""
+    """Return the settings in a config's block `checkpoint`; missing ones have their defaults."""
     return CheckpointSettings(**(OmegaConf.select(config, "checkpoint") or {}))
 
 
@@ -56,7 +55,7 @@ def saves(config: DictConfig) -> bool:
 
 
 class Saving:
-    """The trainer callback that saves, marks and ends as it is asked to; the outermost, which sees all that others did.
+    """The trainer callback that saves, marks checkpoints and ends the run on request; it is the outermost callback.
 
     verl saves before the alarm has judged the step: its memory is written again then.
     """
@@ -166,7 +165,7 @@ class SignalRequests:
         self._forget()
         signal.signal(signal.SIGUSR1, self.on_signal)
         if lost := lost_symbols("SIGTERM"):
-            logger.warning("SIGTERM ends this run at once, and saves nothing: %s", lost)
+            logger.warning("SIGTERM ends this run at once without saving: %s", lost)
             return
         from ray._private.worker import _post_init_hooks
 
@@ -175,25 +174,25 @@ class SignalRequests:
     def on_signal(self, number: int, frame: object = None) -> None:
         """Leave the request that a signal stands for; or end the run at once."""
         if number == signal.SIGUSR1:
-            logger.warning("SIGUSR1: a checkpoint is saved at the end of the step under way")
+            logger.warning("SIGUSR1: the run saves a checkpoint at the end of the current step")
         elif self._ending or not self.saves:
-            logger.warning("SIGTERM: the run ends at once, and goes on from its last checkpoint, if there is one")
+            logger.warning("SIGTERM: the run ends at once; its next start resumes from the last checkpoint, if any")
             sys.exit(EXIT_ASKED_TO_END)
         else:
             self._ending = True
-            logger.warning("SIGTERM: the run saves and ends at the end of this step; a second one ends it at once")
+            logger.warning("SIGTERM: the run saves and ends after this step; a second SIGTERM ends it at once")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / (END if self._ending else SAVE)).touch()
         except OSError:  # raised here, it would end the run
-            logger.exception("the trainer cannot be asked in %s", self.folder)
+            logger.exception("the trainer does not receive signals in %s", self.folder)
 
     def end(self, completed: bool) -> None:
         """Leave nothing behind; exit with a code of its own if the job is complete because it was asked to end."""
         ended = completed and (self.folder / ENDING).exists()
         self._forget()
         if ended:
-            logger.warning("the run has ended because it was asked to; the same command goes on")
+            logger.warning("the run ended on request; the same command resumes it")
             sys.exit(EXIT_ASKED_TO_END)
 
     def _forget(self) -> None:

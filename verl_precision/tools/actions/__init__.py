@@ -1,1 +1,1 @@
-"""What an alarm does beside speaking (`mismatch.alarm.on_alarm=rescue`), and the preset `learning_rate`."""
+"""The action of an alarm (`mismatch.alarm.on_alarm=rescue`), and the preset `learning_rate`."""

@@ -70,7 +70,7 @@ class ScaledLearningRate:
     def _factor(self, ranks: dist.ProcessGroup | None) -> float:
         if not self._found:
             raise ConfigurationError(
-                "the loss reported no importance weights, of which it is the effective sample size",
+                "the loss reported no importance weights, and the effective sample size is computed from them",
                 setting="fsdp_config.learning_rate_ess_base",
                 value=self.base,
                 allowed="a loss with weights: estimator=pg_seq_is, pg_seq_tis, pg_seq_mis, or grpo with weights",

@@ -1,7 +1,6 @@
 """The trainer callback of an alarm that acts, `mismatch.alarm.on_alarm=rescue` (docs/alarm.md): when.
 
-A rescue wants more than an alarm: a cause that it cures, evidence for some further steps, and no alarm of a fault, of
-which a change of the precision would only hide the cause.
+A rescue needs more than an alarm: a cause that it cures, evidence for some further steps, and no alarm of a fault.
 """
 
 import logging

@@ -1,9 +1,9 @@
-"""Back to before the trouble, and on in FP16: `mismatch.alarm.on_alarm=rescue`.
+"""The rescue, `mismatch.alarm.on_alarm=rescue`: resume in FP16 from before the alarm's evidence.
 
-The trainer that acts writes `rescue.yaml` into its run's folder, and its run ends with that step. Then its driver
-becomes that of the rescue (`go_on`): the same command with other settings, in a run of its own with the same file. It
-goes on from the parent's newest checkpoint before the trouble, or from the start where there is none. A later start of
-the parent's command finds the file, and goes on with the rescue; without it, or with another `on_alarm`, as it was.
+The trainer writes `rescue.yaml` into its run's folder and ends its run with that step. The driver then starts the
+rescue (`go_on`): the same command with other settings, as a new run with the same file. It resumes from the parent's
+newest checkpoint before the evidence, or from the start. A later start of the parent's command continues the rescue;
+without the file, or with another `on_alarm`, it continues the parent.
 """
 
 import json
@@ -31,7 +31,7 @@ logger = logging.getLogger("verl_precision.mismatch")
 
 
 class Action(NamedTuple):
-    """What an alarm begins."""
+    """The action that an alarm starts."""
 
     alarm: str  # the first active one that it is for
     step: int
@@ -40,7 +40,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, config=STRICT)
 class Rescue:
-    """What was decided, as its file has it."""
+    """A rescue, as in its file."""
 
     parent: str  # folder of the run that acted
     alarm: str
@@ -53,13 +53,13 @@ class Rescue:
 
 
 def decide_rescue(config: DictConfig, action: Action) -> Rescue:
-    """Write down that a run is to be rescued; its newest complete checkpoint from before the trouble is kept."""
+    """Record that a run is to be rescued, and keep its newest complete checkpoint from before the evidence."""
     folder = Path(config.trainer.default_local_dir).absolute()
     contents = config.actor_rollout_ref.actor.checkpoint.load_contents
     before = [path for step, path in checkpoints_in(folder).items() if step < action.since_step]
     whole = [path for path in before if is_complete(path, contents)]
     if whole:
-        write_file(whole[-1] / MARK, f"A rescue goes on from here: {folder.name}-rescue.\n", replace=True)
+        write_file(whole[-1] / MARK, f"A rescue run resumes from here: {folder.name}-rescue.\n", replace=True)
     name, checkpoint = f"{config.trainer.experiment_name}-rescue", str(whole[-1]) if whole else None
     rescue = Rescue(str(folder), *action, checkpoint, name, f"{folder}-rescue", precision="fp16")
     content = yaml.safe_dump({"checksum": _checksum(asdict(rescue)), **asdict(rescue)}, sort_keys=False)
@@ -70,13 +70,13 @@ def decide_rescue(config: DictConfig, action: Action) -> Rescue:
 
 def _read(folder: Path) -> Rescue | None:
     """Return the rescue that a folder's file has; None without one. It names folders: a letter of it is another run."""
-    remedy = f"Mend it, and take its line `checksum` out; or remove {RESCUE_FILE}: the run goes on as it was."
+    remedy = f"Correct it and delete its line `checksum`, or remove {RESCUE_FILE} to continue the run as it was."
     return read_state(folder / RESCUE_FILE, _rescue, remedy)
 
 
 def _rescue(content: dict[str, Any]) -> Rescue:
     if content.pop("checksum", None) not in (None, _checksum(content)):
-        raise ValueError("its checksum is not that of its content")
+        raise ValueError("its checksum does not match its content")
     return Rescue(**content)
 
 
@@ -85,14 +85,14 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def of_run(config: DictConfig) -> Rescue | None:
-    """Return the rescue with which a run's command goes on; None for a run without one, and for the rescue itself."""
+    """Return the rescue that continues a run; None for a run without one, and for the rescue itself."""
     if OmegaConf.select(config, ON_ALARM) != "rescue":
         return None
     return _read(Path(config.trainer.default_local_dir).absolute())
 
 
 def is_rescue(config: DictConfig) -> bool:
-    """Return whether a run is one that a rescue began."""
+    """Return whether a run is a rescue."""
     folder = Path(OmegaConf.select(config, "trainer.default_local_dir") or ".").absolute()
     found = _read(folder)
     return found is not None and found.folder == str(folder)
@@ -122,7 +122,7 @@ def go_on(config: DictConfig, chosen: Sequence[str]) -> None:
     script = ["-m", main.name] if main is not None else sys.argv[:1]
     words = [sys.executable, *script, *arguments(sys.argv[1:], rescue, chosen)]
     logger.warning(
-        "ACTION rescue: %s at step %d, since step %d. The run goes on from %s in FP16, in %s",
+        "ACTION rescue: %s at step %d, since step %d. The run resumes from %s in FP16, in the folder %s",
         *(rescue.alarm, rescue.step, rescue.since_step, rescue.checkpoint or "the start", rescue.folder),
     )
     for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""Rules of an alarm that acts, and of a learning rate that follows the effective sample: what each needs of a run."""
+"""Rules for `on_alarm=rescue` and for a learning rate that follows the effective sample size."""
 
 from collections.abc import Iterator
 
@@ -20,14 +20,14 @@ def alarm_cannot_act(config: DictConfig, environment: Environment) -> Iterator[F
     if settings.alarm.on_alarm != "rescue":
         return
     if not settings.enabled:
-        problem = "verl's own trainer measures nothing and has no alarm"
+        problem = "verl's own trainer does not measure the mismatch and has no alarm"
         yield Fault(ON_ALARM, problem, "log, with mismatch.enabled=False", "Set mismatch.enabled=True.")
     if actor.strategy not in FSDP:
-        problem = f"a rescue goes on from a checkpoint, and those of strategy={actor.strategy} are not read here"
+        problem = f"a rescue resumes from a checkpoint, but cannot read those of strategy={actor.strategy}"
         yield Fault(ON_ALARM, problem, "log or stop, or the strategy fsdp or fsdp2", f"Set {ON_ALARM}=stop.")
     exact = OmegaConf.select(config, ARITHMETIC_SETTING) == EXACT
     if exact or (actor.compute, rollout_dtype(config)) == ("fp16", "fp16"):
-        problem = "the run has no larger gap than in FP16, in which a rescue would go on"
+        problem = "a rescue would resume in FP16, but this run's gap is no larger than in FP16"
         yield Fault(ON_ALARM, problem, "log or stop", f"Set {ON_ALARM}=stop.")
 
 
@@ -37,7 +37,7 @@ def learning_rate_without_weights(config: DictConfig, environment: Environment) 
     setting = "actor_rollout_ref.actor.fsdp_config.learning_rate_ess_base"
     if OmegaConf.select(config, setting) is not None and not weighs_responses(config):
         loss = config.actor_rollout_ref.actor.policy_loss.get("loss_mode")
-        problem = f"loss_mode={loss} has no importance weights here, and so no effective sample size"
+        problem = f"loss_mode={loss} has no importance weights here, so it has no effective sample size"
         remedy = "Choose estimator=pg_seq_is, or leave out the preset learning_rate."
         yield Fault(setting, problem, "null, or a loss with weights", remedy)
 

@@ -15,19 +15,19 @@ from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING, FAMILIES
 MODEL, VLLM = "actor_rollout_ref.model", f"{ROLLOUT}.engine_kwargs.vllm"
 ENGINE = "verl_precision.integration.engine.engine_config.PrecisionFSDPConfig"
 ROUNDING = "weight_sync.rounding"
-DRAFTS = "drafted tokens have log-probs of their own"
-OTHER_LOGITS, PENALTY = "the rollout's log-probs are of other logits", "the rollout's logits alone are changed"
-KERNELS, ADAPTER = "its kernels round in their own way", "vLLM rounds an adapter's products apart"
+DRAFTS = "drafted tokens have other log-probs"
+OTHER_LOGITS, PENALTY = "the rollout's log-probs belong to other logits", "only the rollout's logits are changed"
+KERNELS, ADAPTER = "its kernels round differently", "vLLM rounds the products of an adapter separately"
 # Settings, what each may be, the one to choose last, and what would round or be compared otherwise. What vLLM makes of
 # its own settings beside them (`engine_kwargs`) `vllm_operations.require_supported` looks at, too.
 NEEDED: tuple[tuple[str, tuple[object, ...], str], ...] = (
-    ("trainer.device", ("cpu",), "vLLM's operations are replaced on a CPU alone"),
-    (f"{ROLLOUT}.name", ("vllm",), "its operations are its own"),
-    (f"{ROLLOUT}.enforce_eager", (True,), "a compiled forward leaves roundings out"),
-    (f"{ROLLOUT}.tensor_model_parallel_size", (1,), "each rank rounds its part of a sum"),
-    (f"{ROLLOUT}.pipeline_model_parallel_size", (1,), "vLLM's operations are replaced for one rank"),
-    (f"{ROLLOUT}.quantization", (None,), "weights are on a coarser grid"),
-    (f"{VLLM}.kv_cache_dtype", (None, "auto"), "keys and values are on a coarser grid"),
+    ("trainer.device", ("cpu",), "this package replaces vLLM's operations only on a CPU"),
+    (f"{ROLLOUT}.name", ("vllm",), "it uses its own operations"),
+    (f"{ROLLOUT}.enforce_eager", (True,), "a compiled forward pass skips roundings"),
+    (f"{ROLLOUT}.tensor_model_parallel_size", (1,), "each rank rounds its own part of a sum"),
+    (f"{ROLLOUT}.pipeline_model_parallel_size", (1,), "vLLM's operations are replaced on one rank only"),
+    (f"{ROLLOUT}.quantization", (None,), "quantised weights lie on a coarser grid"),
+    (f"{VLLM}.kv_cache_dtype", (None, "auto"), "quantised keys and values lie on a coarser grid"),
     (f"{VLLM}.hf_overrides", (None,), "the rollout computes another model"),
     (f"{VLLM}.speculative_config", (None,), DRAFTS),
     (f"{MODEL}.mtp.enable", (None, False), DRAFTS),
@@ -37,7 +37,7 @@ NEEDED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     (f"{VLLM}.logits_processors", (None,), PENALTY),
     (f"{MODEL}.override_config.attention_dropout", (None, 0.0), "the trainer's attention has dropout"),
     (ROUNDING, (None, "nearest"), "the rollout's weights are rounded up or down at random"),
-    ("reward.reward_model.enable", (None, False), "its vLLM would have to compute with the same operations"),
+    ("reward.reward_model.enable", (None, False), "the rollout's vLLM must use the same operations"),
     (f"{MODEL}.lora_rank", (None, 0), ADAPTER),
     (f"{MODEL}.lora.rank", (None, 0), ADAPTER),
     (f"{MODEL}.use_liger", (False,), KERNELS),
@@ -45,8 +45,8 @@ NEEDED: tuple[tuple[str, tuple[object, ...], str], ...] = (
 )
 # Of each engine: settings below its own.
 OF_ENGINE: tuple[tuple[str, tuple[object, ...], str], ...] = (
-    ("_target_", (ENGINE,), "verl's engine takes log-probs in 16 bits (presets precision=... choose this one)"),
-    ("fp32_log_probs", (None, True), "the trainer takes log-probs in 16 bits"),
+    ("_target_", (ENGINE,), "verl's engine computes log-probs in 16 bits (presets precision=... replace it)"),
+    ("fp32_log_probs", (None, True), "the trainer computes log-probs in 16 bits"),
     ("fp32_output_head", (None, False), "the rollout's head has 16 bits"),
 )
 
@@ -69,7 +69,7 @@ def _otherwise_in_one_engine(config: DictConfig) -> Iterator[Fault]:
     asked, trained, rows = "arithmetic=exact asks for equal log-probs, but", engines(config), [*NEEDED]
     for engine in trained:
         rows += [(f"{engine.setting}.{setting}", values, otherwise) for setting, values, otherwise in OF_ENGINE]
-        rows.append((engine.ulysses[0], (None, 1), "each rank rounds its part of a sequence"))
+        rows.append((engine.ulysses[0], (None, 1), "each rank rounds its own part of a sequence"))
     for setting, values, otherwise in rows:
         if OmegaConf.select(config, setting) not in values:
             allowed = ["null" if value is None else str(value) for value in values]
@@ -89,7 +89,7 @@ def _refusal(model: Mapping[str, Any], brings_code: bool) -> ConfigurationError 
         if model.get("quantization_config"):
             raise refused("the model's weights are quantised", "weights of 16 or 32 bits")
         if brings_code and model.get("auto_map"):
-            raise refused("the model brings modules of its own", "trust_remote_code=False")
+            raise refused("the model brings its own modules", "trust_remote_code=False")
         require_family(AutoConfig.for_model(**model) if kind in FAMILIES else SimpleNamespace(model_type=kind))
     except ConfigurationError as error:
         return error
@@ -103,13 +103,13 @@ def stochastic_rounding(config: DictConfig, environment: Environment) -> Iterato
         return
     actor, rollout, backend = engines(config)[0], rollout_dtype(config), sync_backend(config)
     if not (actor.our_fsdp and actor.master == "fp32"):
-        problem = f"the actor is verl's own engine, or holds its weights in {actor.master}: nothing would be rounded"
+        problem = f"the actor is verl's own engine, or has {actor.master} weights: nothing is rounded"
         instead = "Choose a precision preset (precision=fp32_train_bf16_rollout)"
     elif rollout not in HALF or config.actor_rollout_ref.rollout.get("quantization"):
         problem = f"weights are rounded to {' or '.join(HALF)}, and the rollout is quantised or holds {rollout}"
         instead = f"Set {ROLLOUT}.dtype to bfloat16 or float16"
     elif backend.startswith("delta"):
-        problem = f"checkpoint_engine.backend={backend} sends differences of weights that verl rounds by itself"
+        problem = f"checkpoint_engine.backend={backend} sends differences of weights, and verl rounds those itself"
         instead = "Choose another backend"
     else:
         return

@@ -54,7 +54,7 @@ def replace_operations(module: nn.Module, inner: torch.dtype) -> None:
             operation = _operation(part, config.model_type)
         except KeyError:
             kind = f"{type(part).__module__}.{type(part).__name__}"
-            problem = f"the model has a module of its own, {name} ({kind})"
+            problem = f"the model has a module that this arithmetic does not know, {name} ({kind})"
             raise refused(problem, "transformers' modules of its type") from None
         if operation is not None:
             part.forward = partial(operation, part, inner)  # type: ignore[method-assign]
@@ -102,7 +102,7 @@ def _attention(
     """Return the attention of a batch, [B, T, H, D], as transformers asks for it: its operands are [B, H, T, D]."""
     batch, _, tokens, size = query.shape
     if position_ids is None or key.shape[2] != tokens or (attention_mask is not None and attention_mask.dim() != 2):
-        raise refused("the model was called with cached keys or a mask of its own", "whole sequences, with positions")
+        raise refused("the model was called with cached keys or a custom mask", "whole sequences, with positions")
     inner = inner_dtype() or torch.float32
     positions = position_ids.expand(batch, -1)
     frequencies = operations.rotary_frequencies(module.config.rope_parameters["rope_theta"], size)

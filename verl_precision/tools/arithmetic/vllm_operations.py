@@ -50,15 +50,15 @@ def require_supported(config: VllmConfig) -> None:
     require_family(model.hf_text_config)
     if arithmetic_in_use() == EXACT:
         needed = {
-            "enforce_eager=True: a compiled forward leaves roundings out": (
+            "enforce_eager=True: a compiled forward pass skips roundings": (
                 config.compilation_config.mode == CompilationMode.NONE
             ),
             "tensor_model_parallel_size=1: partial sums of ranks are rounded": config.parallel_config.world_size == 1,
             "quantization=None": config.quant_config is None,
-            "the head in the model's dtype": model.head_dtype == model.dtype,
-            "no adapters of vLLM's own": config.lora_config is None,
+            "an output head in the model's dtype": model.head_dtype == model.dtype,
+            "no LoRA adapters in vLLM": config.lora_config is None,
         }
-        require(needed, "vLLM would compute otherwise than the trainer")
+        require(needed, "vLLM would not use the trainer's operations")
 
 
 def _inner() -> torch.dtype:
@@ -133,7 +133,7 @@ class _AttentionImpl(CPUAttentionBackendImpl):
         require_supported(get_current_vllm_config())
         own = self.sliding_window, self.logits_soft_cap, self.alibi_slopes, self.sinks, self.attn_type
         if own != (-1, 0, None, None, "decoder") or self.kv_cache_dtype != "auto":
-            problem = f"the attention is of its own kind: {own}, cache in {self.kv_cache_dtype}"
+            problem = f"this kind of attention cannot be replaced: {own}, cache in {self.kv_cache_dtype}"
             raise refused(problem, "causal attention over all tokens, kv_cache_dtype=auto")
 
     def do_kv_cache_update(

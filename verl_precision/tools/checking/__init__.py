@@ -1,4 +1,4 @@
-"""check: what a person asks about a run, a checkpoint, an installation or a cluster; the rules are the plugin's.
+"""The verb `check` for a run, a checkpoint, an installation or a cluster; the rules belong to the plugin.
 
 composing, words        what was typed, the config that it composes, and the words that keep it from that
 recipe_config           every fault of a run; what runs in which dtype, what is trained, and who decides it

@@ -60,9 +60,9 @@ class CheckpointReport:
         if not self.ok:
             lost = [tensor.lost for tensor in self.tensors if tensor.lost]
             where = f"{sum(lost)} weight(s) in {len(lost)} tensor(s)"
-            return f"not for FP16: {where} are not finite in FP16. Use precision=bf16."
+            return f"this model cannot run in FP16: {where} are not finite there. Use precision=bf16."
         if flushed := sum(tensor.flushed > FLUSH_WARNING for tensor in self.tensors):
-            where = f"{flushed} tensor(s) lose more than {FLUSH_WARNING:.0%} of their weights to zero"
+            where = f"{flushed} tensor(s) have more than {FLUSH_WARNING:.0%} of their weights rounded to zero"
             return f"every weight is finite in FP16, but {where}"
         return "every weight fits FP16"
 

@@ -1,4 +1,4 @@
-"""From what a user types, a recipe, overrides alone or a command, to the config that a run of verl would have.
+"""Composes the config of a run from a recipe, from overrides, or from a command.
 
 A main of verl's is a module with `hydra.main`: name and folder of its config stand in that decorator, which is read and
 not run. A config is composed as `python -m verl.trainer.main_ppo --config-dir ... --config-name ...` does.
@@ -44,7 +44,7 @@ def read_command(words: Sequence[str], gone: list[ConfigurationError] | None = N
     first = words[0] if words else ""
     starter = any(_STARTER.search(word) and "=" not in word for word in words)
     if not first.strip() or (starter and not first.endswith((".yaml", ".yml"))):
-        problem = f"`{' '.join(words)[:80]}` starts no main of verl's, and no script is run to see that"
+        problem = f"`{' '.join(words)[:80]}` does not start a main of verl, and check runs no scripts"
         remedy = f"Give all of the command, e.g. python -m {MAIN} KEY=VALUE; in a script, write "
         remedy += "`verl-precision check --` before the command that starts verl."
         raise ConfigurationError(problem, allowed="a recipe, overrides, or verl's command", remedy=remedy)
@@ -102,10 +102,10 @@ def _config_of(module: str, gone: list[ConfigurationError] | None = None) -> Pat
     if path is not None:
         if (own := _own_config(path)) is not None:
             return own
-        problem, remedy = "it is no RL run: there is nothing to check", f"Give a command that runs {MAIN}."
+        problem, remedy = "it is not an RL run, so there is nothing to check", f"Give a command that runs {MAIN}."
     elif (row := next((row for old, row in table_of(__file__).items() if re.fullmatch(old, module)), None)) is None:
-        problem = "it is no main of verl's: the config that it composes is not known"
-        remedy = f"Give the config: `check YAML KEY=VALUE ...`; or `check KEY=VALUE ...` if it takes that of {MAIN}."
+        problem = "it is not a main of verl, so its config is not known"
+        remedy = f"Give the config itself: `check YAML KEY=VALUE ...`; or `check KEY=VALUE ...` if it is {MAIN}'s."
     else:
         problem = f"verl {installed_version('verl')} has no such module{row.get('why', '')}."
         instead, words = row.get("instead", ""), row.get("words", "")

@@ -1,4 +1,4 @@
-"""Is the plugin loaded, what is registered, which versions, what is wrong and what to do: here and on every node.
+"""Checks of an installation, here and on every node: plugin, registrations, versions.
 
 `compare_nodes` is pure: what each node of a Ray cluster said, against the driver and what the run needs.
 `look_at_nodes` asks them, one Ray task a node, in the working directory and environment that verl's own workers will
@@ -32,7 +32,7 @@ ANSWER_SECONDS = 300  # A node imports verl (and with it torch) for the first ti
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     what: str  # what was looked at
     ok: bool  # whether it is as it should be
@@ -41,7 +41,7 @@ class Finding:
 
 
 def findings() -> Iterator[Finding]:
-    """Yield every finding, the ones others depend on first; nothing that would only repeat that verl is not there."""
+    """Yield every finding, the basic ones first; without verl, only findings that do not need it."""
     yield (verl := _asked("verl", lambda: _tested("verl")))
     if not verl.ok:
         return
@@ -77,7 +77,7 @@ def _plugin() -> str:
     try:
         importlib.import_module("verl")
     except SystemExit as ended:
-        raise EnvironmentMismatchError(f"it fails to load, which ends every start: {ended.__cause__}") from ended
+        raise EnvironmentMismatchError(f"it fails to load, and verl cannot start: {ended.__cause__}") from ended
     if (plugin := sys.modules.get(PLUGIN)) is not None:
         return "; ".join(plugin.registered())
     policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
@@ -113,7 +113,7 @@ def _host_symbols() -> Iterator[Finding]:
         if not found.ok and CORE in entry.features:
             yield found
         elif not found.ok:
-            lost = f"Lost with it: {' and '.join(entry.features)}. What does not ask for that goes on."
+            lost = f"These features are missing: {' and '.join(entry.features)}. Other features still work."
             yield Finding(entry.symbol, True, f"{sentence(found.detail)} {lost}", warning=True)
     if not wrong:
         yield Finding("host symbols", True, f"{len(entries)} look as tested")
@@ -126,7 +126,7 @@ def _as_tested(entry: LedgerEntry) -> str:
 
 @dataclass(frozen=True)
 class Node:
-    """What one node of a cluster said."""
+    """The answers of one node of a cluster."""
 
     name: str  # address, as Ray knows it
     gpus: float = 0  # what Ray counts there (with trainer.device=cpu a logical number)
@@ -168,7 +168,7 @@ def _compared(node: Node, driver: Node, gpus: int) -> Iterator[tuple[str, str, s
         return
     problem = ""
     if 0 < node.gpus < gpus:  # a head without GPUs is usual, and harmless
-        remedy = f"Free the others, start Ray with --num-gpus={gpus}, or lower n_gpus_per_node."
+        remedy = f"Free the busy ones, start Ray with --num-gpus={gpus}, or lower n_gpus_per_node."
         problem = f"{node.gpus:g}, trainer.n_gpus_per_node={gpus}. {remedy}"
     yield "GPUs", problem, f"{node.gpus:g}"
     there, here = node.versions, driver.versions
@@ -181,12 +181,12 @@ def _compared(node: Node, driver: Node, gpus: int) -> Iterator[tuple[str, str, s
     for path, size in driver.sizes.items():
         problem, found = "", node.sizes.get(path)
         if size is None:
-            problem = "not on the driver either. Prepare it (the recipe's README), or correct the path."
+            problem = "it is not on the driver either. Prepare the file (see the recipe's README), or correct the path."
         elif found is None:
-            remedy = "Put it on a shared disk, and start Ray in one folder everywhere, or give an absolute path."
+            remedy = "Put it on a shared disk and start Ray in the same folder on all nodes, or give an absolute path."
             problem = f"not there (from {node.folder}). {remedy}"
         elif size != found:
-            problem = f"{found} bytes, {size} on the driver: another copy. Use the same file."
+            problem = f"{found} bytes, but {size} on the driver: the copies differ. Use the same file on both."
         yield path, problem, "a folder" if size == -1 else "the same size"
 
 
@@ -200,7 +200,7 @@ def look_at_nodes(address: str, paths: Sequence[str]) -> tuple[list[Node], Node]
             socket.create_connection(tuple(address.split(":")), timeout=10).close()  # type: ignore[arg-type]
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
-        problem, remedy = f"no Ray to talk to ({error})", "Start it: `ray start --head`."
+        problem, remedy = f"no Ray answers at this address ({error})", "Start it: `ray start --head`."
         said = {"value": address, "allowed": "host:port of a running head, or auto on one of its hosts"}
         raise EnvironmentMismatchError(problem, setting="--cluster", **said, remedy=remedy) from error
     look = ray.remote(num_cpus=0, max_retries=0)(look_here)

@@ -1,6 +1,6 @@
 """What a recipe or a command will run, and every fault of it.
 
-Two tables say it: what computes and is kept in which dtype, and what is trained; each row with who decides.
+Two tables show it: the dtypes of the run, and what is trained; each row names the setting that decides.
 """
 
 import json
@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class RecipeReport:
-    """What a recipe will do."""
+    """The report of a check of a recipe."""
 
     rows: Sequence[Row]  # what runs in which dtype
     faults: list[Fault]  # every fault, errors first
@@ -66,17 +66,17 @@ class RecipeReport:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no error; warnings, and what could not be looked at, do not count."""
+        """Whether there is no error; warnings and unchecked items do not count."""
         return not self.counts["error"]
 
     @property
     def counts(self) -> dict[Severity, int]:
-        """How many errors, warnings, and things that could not be looked at there are."""
+        """Number of errors, warnings and unchecked items."""
         found = [fault.severity for fault in self.faults]
         return {severity: found.count(severity) for severity in SEVERITIES}
 
     def as_json(self) -> str:
-        """Return it for machines."""
+        """Return the report as JSON."""
         content: dict[str, Any] = {"ok": self.ok, "counts": self.counts}
         content["dtypes"] = [{"what": row.what, "dtype": row.value, "source": row.source} for row in self.rows]
         content["training"] = [row._asdict() for row in self.training]
@@ -86,7 +86,7 @@ class RecipeReport:
 
 
 def check_command(path: Path, overrides: Sequence[str], typed: Sequence[str], **meant: Any) -> RecipeReport:
-    """Check what a command composes; with words that it has to change, these alone, all of them at once.
+    """Check the config of a command; if Hydra refuses words of it, report all of these words instead.
 
     Rules would only tell what follows from such words. Path and overrides were read of what was typed; `meant` is for
     `check_recipe`.
@@ -169,7 +169,7 @@ def _way_out(leave_out: list[str], path: Path, overrides: Sequence[str], typed: 
 
 
 def why_elsewhere(config: DictConfig, gpu: str | None, here: Sequence[str]) -> str:
-    """Return why a run is taken to be for another machine than this one, with these GPUs; empty if it is for this one.
+    """Return why a run is for another machine than this one with these GPUs; empty if it is for this one.
 
     A run on a CPU is for any machine, and so for this one.
     """
@@ -197,10 +197,10 @@ def dtype_table(config: DictConfig) -> Iterator[Row]:
     yield from (Row(served.role, served.dtype, served.source) for served in served_models(config))
     yield Row("weights to the rollout", *transport_dtype(config))
     name = config.actor_rollout_ref.rollout.name
-    takes = "vLLM takes them in FP32" if name == "vllm" else f"as {name} gives them: not verified here"
+    takes = "vLLM computes them in FP32" if name == "vllm" else f"as {name} computes them: not verified here"
     yield Row("rollout log-probs", "fp32", takes)
     actor = engines(config)[0]
-    dtype, source = "fp32", "verl: autocast, or flash-attn's kernel, takes them in FP32"
+    dtype, source = "fp32", "verl: autocast, or flash-attn's kernel, computes them in FP32"
     if actor.our_fsdp and actor.node.get("fp32_log_probs", True):
         source = f"{actor.setting}.fp32_log_probs"
     elif actor.strategy == "megatron":
@@ -261,7 +261,7 @@ def _trained(config: DictConfig, get: Callable[[str], Any]) -> Iterator[tuple[st
 def _clip(loss: str, config: DictConfig, get: Callable[[str], Any]) -> tuple[str, ...]:
     ours, ratio = POLICY_LOSSES.get(loss), ratio_of(config.actor_rollout_ref.actor)
     if (ours is not None and "clip_low" not in ours.parameters) or (ours is None and ratio and ratio.clip is None):
-        return "none: the loss has no clip", LOSS
+        return "none: the loss does not clip", LOSS
     own = [f"{ACTOR}.clip_ratio_{side}" for side in ("low", "high")]
     low, high = (each if get(each) is not None else f"{ACTOR}.clip_ratio" for each in own)
     value, dual = f"{get(low)} below and {get(high)} above", f"{ACTOR}.clip_ratio_c"

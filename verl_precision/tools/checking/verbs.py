@@ -1,4 +1,4 @@
-"""The verb `check`: is this run, this checkpoint, this machine, this cluster fit? And what a terminal shows of it."""
+"""The verb `check`, and its output on a terminal."""
 
 import gc
 import json
@@ -28,39 +28,39 @@ MARKS = {"error": ("ERROR ", "red"), "warning": ("warn  ", "yellow"), "unchecked
 def check(
     config: Annotated[
         str | None,
-        Argument(help="A recipe's YAML, or `--` and the command that starts verl. Overrides alone are of verl's own."),
+        Argument(help="A recipe's YAML, or `--` and the command that starts verl. Overrides alone: verl's own config."),
     ] = None,
     overrides: Annotated[list[str] | None, Argument(help="Hydra overrides, e.g. precision=fp16.")] = None,
     gpu: Annotated[str | None, Option(help="GPU of the run, e.g. A100. Default: the GPU of this machine.")] = None,
     model_config: Annotated[
-        Path | None, Option(help="A config.json, or its folder, that stands for the model's where that is not here.")
+        Path | None, Option(help="A config.json or its folder, if the model is not on this machine.")
     ] = None,
-    model: Annotated[Path | None, Option(help="Checkpoint to audit for FP16: a folder or a .safetensors file.")] = None,
+    model: Annotated[Path | None, Option(help="Weights to check for FP16: a folder or a .safetensors file.")] = None,
     cluster: Annotated[
-        str | None, Option(help="A running Ray, host:port or auto: check that every node is ready for the recipe.")
+        str | None, Option(help="A running Ray, as host:port or auto: check that every node is ready for the recipe.")
     ] = None,
     path: Annotated[
         list[Path] | None,
-        Option(help="With --cluster: file or folder that every node must see. Repeat the option for several."),
+        Option(help="With --cluster: file or folder that every node must have. Repeat the option for several."),
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what will run in which dtype, what is wrong, and what to do.
+    """Show the dtypes of a run, the faults of its config, and their remedies. Nothing starts.
 
-    With a recipe, overrides, or a command (`check -- python -m verl.trainer.main_ppo ...`): its config, composed as
-    verl composes it. Without: versions, registrations, and whether the plugin is loaded. With --cluster: also whether
-    every node of that Ray has the same packages, the plugin, GPUs, and the recipe's files. With --model: whether its
-    weights fit FP16.
+    Give a recipe, overrides, or a command (`check -- python -m verl.trainer.main_ppo ...`); its config is composed as
+    verl does it. Without these, check shows versions, registrations and whether the plugin is loaded. With --cluster it
+    also compares packages, plugin, GPUs and files on every node of that Ray. With --model it checks whether weights fit
+    FP16.
     The exit code is 0 when there is no error, else 1.
     """
     if model is not None and config is not None:
-        raise BadParameter(f"a recipe ({config}) and --model {model}: allowed is one of them. Leave one out.")
+        raise BadParameter(f"a recipe ({config}) and --model {model}: only one is allowed. Leave the other out.")
     if cluster is not None and (model is not None or as_json):
         raise BadParameter("--cluster works with or without a recipe, not with --model or --json. Leave those out.")
     if path and cluster is None:
-        raise BadParameter("--path is for the nodes of a cluster. Give --cluster ADDRESS too.")
+        raise BadParameter("--path needs a cluster. Give --cluster ADDRESS too.")
     if config is None and (gpu or model_config):
-        raise BadParameter("--gpu and --model-config are about a run. Give a recipe or a command too.")
+        raise BadParameter("--gpu and --model-config need a run. Give a recipe or a command too.")
     ok, words = True, [] if config is None else [config, *(overrides or [])]
     gc.set_threshold(200_000)  # imports make millions of objects that stay: collecting is a quarter of a check's time
     with silence_third_party():
@@ -98,11 +98,13 @@ def _check_recipe(words: list[str], gpu: str | None, model_config: Path | None, 
         print(report.as_json())
     else:
         show_recipe(report, console)
+        start = "start the run, then verl-precision watch FOLDER (that of its metrics)"
+        _print(f"next: {start if report.ok else 'change what is marked ERROR, and check again'}")
     return report.ok
 
 
 def show_recipe(report: "RecipeReport", to: Console) -> None:
-    """Print what runs in which dtype, what is trained, faults with remedies, the folder of checkpoints, the verdict."""
+    """Print the dtypes, the training, faults with remedies, the folder of checkpoints and the verdict."""
     for rows, columns in ((report.rows, ("what", "dtype")), (report.training, ("trained", "value"))):
         if rows:
             to.print(terminal_table((*columns, "decided by"), rows, words=3))
@@ -121,7 +123,7 @@ def show_recipe(report: "RecipeReport", to: Console) -> None:
     counts = report.counts
     _print(f"{counts['error']} error(s), {counts['warning']} warning(s), {counts['unchecked']} not checked", to)
     if report.way_out:
-        _print(f"For what the presets say, leave out: {shlex.join(report.way_out['leave_out'])}", to)
+        _print(f"To use the presets' values, leave out: {shlex.join(report.way_out['leave_out'])}", to)
         _print(f"The whole command: {report.way_out['command']}", to)
         _print("Or add +presets=win to the command as it is.", to)
 
@@ -152,6 +154,7 @@ def _check_model(model: Path, as_json: bool) -> bool:
     if weights.skipped:
         _print(f"{len(weights.skipped)} tensor(s) were skipped: they are not floats of at least 16 bits")
     _print(f"weights: {weights.verdict}", style="green" if weights.ok else "red")
+    _print(f"next, its gap: verl-precision mismatch --model {shlex.quote(str(model))}" if weights.ok else "")
     return weights.ok
 
 
@@ -171,6 +174,7 @@ def _check_installation(as_json: bool) -> bool:
         _print(f"{wrong} problem(s): see FAIL above", style="red")
     else:
         _print("installation: ready", style="green")
+        _print("next: check your own command: verl-precision check -- python -m verl.trainer.main_ppo ...")
     return not wrong
 
 

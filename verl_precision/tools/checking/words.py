@@ -1,4 +1,4 @@
-"""Words of a command that Hydra or verl does not take: unknown, renamed, gone, misspelt, there already.
+"""Words of a command that Hydra or verl refuses: unknown, renamed, removed, misspelt, already present.
 
 Where a key is meant is looked up in the config that the command composes, with its engine.
 """
@@ -29,7 +29,7 @@ _TO_DROP = "Drop it."
 def wrong_words(
     composed: Callable[[Sequence[str]], DictConfig], path: Path, overrides: Sequence[str]
 ) -> tuple[list[ConfigurationError], DictConfig]:
-    """Return an error for each word that keeps a command from being composed, and what the others compose.
+    """Return an error for each word that Hydra refuses, and the config of the other words.
 
     Nothing where Hydra cannot read a word, or what groups a config is made of: that is one error by itself.
     """
@@ -49,7 +49,7 @@ def wrong_words(
         key, value, given = word.key_or_group, word.value(), word.input_line.partition("=")[2] or "VALUE"
         has_value = word.is_add() and key in known and OmegaConf.select(config, key) is not None
         if word in twice or (has_value and key not in origins and not isinstance(value, dict | list)):
-            problem, remedy = f"{path} has it already, and + adds", f"Write {word.input_line[1:]}, without the +."
+            problem, remedy = f"{path} has it already; + adds", f"Write {word.input_line[1:]}, without the +."
             errors[key] = ConfigurationError(problem, setting=key, value=given, remedy=remedy)
         elif word in groups:
             continue
@@ -69,7 +69,7 @@ def wrong_words(
 
 
 def unknown(key: str, value: str, every: Iterable[str], deleted: bool = False) -> ConfigurationError:
-    """Return what to say of a key that verl does not have, given the keys that there are.
+    """Return the error for a key that verl does not have, given the existing keys.
 
     No key is to be added where nothing would read it, or by a command that deletes one.
     """
@@ -88,7 +88,7 @@ def unknown(key: str, value: str, every: Iterable[str], deleted: bool = False) -
         if value == "null":  # it was the default, which is not null everywhere today
             remedy = _TO_DROP
     elif section == "gone":
-        problem, remedy = f"verl has no such setting any more: {row}", _TO_DROP
+        problem, remedy = f"verl has removed this setting: {row}", _TO_DROP
     elif section == "replaced":
         remedy = row if row.endswith(".") else f"{row}."
     elif HANDED_ON.search(key) and not deleted:
@@ -99,7 +99,7 @@ def unknown(key: str, value: str, every: Iterable[str], deleted: bool = False) -
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """Return the question for a word that was mistyped: a name spelt alike, or the same one elsewhere."""
+    """Return a "Did you mean" question for a mistyped word: a similar name, or the same name elsewhere."""
     every = [each for each in known if not each.endswith("_target_")]
     parent, _, name = word.rpartition(".")
     beside = {each.rpartition(".")[2]: each for each in every if each.rpartition(".")[0] == parent}
@@ -124,7 +124,7 @@ def added(config: DictConfig, overrides: Sequence[str]) -> Iterator[Fault]:
         severity: Severity = "error"
         group = "" if "." in key else next(iter(get_close_matches(key, preset_groups(), n=1, cutoff=0.8)), "")
         if group:  # Hydra adds it as a setting
-            problem, allowed = "there is no such group of presets, and nothing reads it", ", ".join(preset_names(group))
+            problem, allowed = "there is no preset group of this name", ", ".join(preset_names(group))
             error = ConfigurationError(problem, allowed=allowed, remedy=f"Did you mean +{group}={value}?")
         elif section := "" if "async_training" in config else row_of(key)[0]:  # its main reads old keys, too
             error, severity = unknown(key, value, every - {key}), "warning" if section == "gone" else "error"

@@ -26,7 +26,7 @@ class PaperDataSet(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What every layout comes down to."""
+    """A question and its answer, from any layout."""
 
     text: str  # the problem, without any instruction to the model
     answer: str
@@ -77,7 +77,7 @@ def read_row(layout: str, row: Row) -> Question:
         return Question(question, _answer(layout, answer))
     user = [message["content"] for message in question if message["role"] == "user"]
     if len(user) != 1:
-        raise ConfigurationError(f"{len(user)} user messages in prompt; 1 is wanted")
+        raise ConfigurationError(f"{len(user)} user messages in prompt; 1 is expected")
     # DAPO and Guru put words around a problem. They are taken off, so that any template can go on.
     text = user[0].removeprefix(_DAPO_BEFORE).removesuffix(_DAPO_AFTER).strip().removesuffix(_GURU_AFTER).strip()
     return Question(text, str(answer["ground_truth"]), str(row["data_source"]))

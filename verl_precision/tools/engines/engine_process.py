@@ -1,4 +1,4 @@
-"""An engine in a process of its own, whose end gives all memory back.
+"""An engine in a separate process; when the process ends, all its memory is free.
 
 An engine (`vllm_sampler`, `fsdp_scorer`) has `submit`, which takes requests on and returns at once, and `poll`, which
 waits until at least one response is ready, and returns those that are, or none if nothing is asked.

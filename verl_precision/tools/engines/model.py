@@ -1,4 +1,4 @@
-"""Is there such a model, and can it do what is asked? Known before an engine starts, which takes a minute."""
+"""Finds a model and checks that it supports the job, before an engine starts (which takes a minute)."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -16,7 +16,7 @@ Prompt = str | list[dict[str, Any]]  # text, or chat messages {role, content}
 
 @dataclass(frozen=True)
 class Model:
-    """A model that is there.
+    """A model that was found.
 
     The fingerprint tells its weights from others: for a folder it is a digest of the content of config.json and the
     weights, for a hub name its commit.
@@ -45,7 +45,7 @@ class Model:
 
         if arithmetic != "native" and torch.cuda.is_available():
             raise ConfigurationError(
-                "vLLM's operations are replaced on a CPU alone", setting="--arithmetic", value=arithmetic,
+                "this package replaces vLLM's operations only on a CPU", setting="--arithmetic", value=arithmetic,
                 allowed="native on GPUs", remedy="Use --arithmetic native.",
             )  # fmt: skip
 
@@ -95,7 +95,7 @@ def tokenize(prompts: Sequence[Prompt], model: Model) -> list[tuple[int, ...]]:
     for number, prompt in enumerate(prompts):
         is_text = isinstance(prompt, str)
         if not is_text and tokenizer.chat_template is None:
-            problem = f"its tokenizer has no chat template, which turns the messages of prompt {number} into tokens"
+            problem = f"its tokenizer has no chat template, which the messages of prompt {number} need"
             allowed, remedy = "prompts of plain text", "Add chat_template to its tokenizer_config.json."
             raise ConfigurationError(problem, setting="model", value=model.name, allowed=allowed, remedy=remedy)
         text = prompt if is_text else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)

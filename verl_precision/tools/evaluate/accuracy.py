@@ -70,7 +70,7 @@ def markdown(evaluation: Evaluation, drawn: pd.DataFrame, left_out: Mapping[str,
     """Return the tables with what is needed to make them again."""
     k = evaluation.responses
     about = (
-        f"{evaluation.model}; {k} responses to each problem, temperature {evaluation.temperature:g}, top_p "
+        f"{evaluation.model}; {k} responses for each problem, temperature {evaluation.temperature:g}, top_p "
         f"{evaluation.top_p:g}, seed {evaluation.seed}; reward {evaluation.reward}."
     )
     columns = ["data", "context", "dtype", f"avg@{k}", f"pass@{k}", "truncated", "mean tokens", "problems"]
@@ -83,7 +83,7 @@ def markdown(evaluation: Evaluation, drawn: pd.DataFrame, left_out: Mapping[str,
     ]
     lines = ["Accuracies in percent, ± the standard error over problems:", "", *markdown_table(columns, rows)]
     if changes := differences(drawn).to_dict("records"):
-        lines += ["", "The same checkpoint in two dtypes, problem by problem, in points:", ""]
+        lines += ["", "Difference between two dtypes of the same checkpoint, paired by problem, in points:", ""]
         rows = [
             [
                 *(each["data"], str(each["context"]), f"{each['dtype']} - {each['reference']}"),

@@ -41,7 +41,7 @@ class _Responses(Tasks):
         self._open = {name for name, tally in self.tallies.items() if tally.verdict == "open"}
         for record in journal.records(_FIELDS):
             self._count(*(record[name] for name in _FIELDS))
-        keys = [(name, index) for index in range(job.responses_per_problem) for name in problems]
+        keys = [(name, index) for index in range(job.responses) for name in problems]
         super().__init__(self.words, keys, self._counted)
         self.total = len(problems)
 
@@ -51,7 +51,7 @@ class _Responses(Tasks):
 
     def next_requests(self, limit: int) -> list[SampleRequest]:
         wanted = (key for key in self._unasked if key[0] in self._open)
-        return [self._judging.request(*key, self._job.max_response_length) for key in islice(wanted, limit)]
+        return [self._judging.request(*key, self._job.max_response_tokens) for key in islice(wanted, limit)]
 
     def record(self, response: Response) -> None:
         correct = self._judging.is_correct(response.problem, response.text)
@@ -60,7 +60,7 @@ class _Responses(Tasks):
 
     def _count(self, problem: str, response: int, correct: bool, tokens: int) -> None:
         """Count a response, whether it comes from an engine or from the journal; one of no such index is refused."""
-        tally, key, most = self.tallies.get(problem), (problem, response), self._job.responses_per_problem - 1
+        tally, key, most = self.tallies.get(problem), (problem, response), self._job.responses - 1
         if tally is None or not 0 <= response <= most or key in self._counted:
             words = f"response {response} to problem {problem} is none of this job's, or was counted before"
             allowed = f"each response from 0 to {most} once, to a problem of the data set"
@@ -88,7 +88,7 @@ class _Responses(Tasks):
             "too_easy": too_easy,
             "too_hard": len(tallies) - kept - too_easy,
             "responses_drawn": drawn,
-            "responses_saved": self.total * self._job.responses_per_problem - drawn,  # the verdicts did not need them
+            "responses_saved": self.total * self._job.responses - drawn,  # the verdicts did not need them
             "tokens_drawn": self.tokens,
             "histogram": histogram,
         }
@@ -101,11 +101,11 @@ def build_sanity_set(settings: SanitySet, console: Console) -> dict[str, Any]:
     """
     job, data = Job(settings, console), read_data_set(settings.data)
     judging = Judging(settings, {settings.data.stem: data}, [settings.dtype])
-    lengths, most = {name: len(ids) for name, ids in judging.prompts.items()}, settings.max_prompt_length
+    lengths, most = {name: len(ids) for name, ids in judging.prompts.items()}, settings.max_prompt_tokens
     problems = [name for name, length in lengths.items() if length <= most]
     if not problems:
         problem, allowed = "every prompt is longer", f"{min(lengths.values())} or more"
-        raise ConfigurationError(problem, setting="--max-prompt-length", value=most, allowed=allowed)
+        raise ConfigurationError(problem, setting="--max-prompt-tokens", value=most, allowed=allowed)
     of_job: dict[str, Any] = {"low": str(settings.low), "high": str(settings.high), "data": data.digest}
     of_job |= {"responses_from": judging.model.fingerprint, "temperature": 1.0, "top_p": 1.0}
     with job.journal(judging.settings() | of_job) as journal:
@@ -113,7 +113,7 @@ def build_sanity_set(settings: SanitySet, console: Console) -> dict[str, Any]:
         sampler = SamplerSettings(
             model=settings.model,
             dtype=settings.dtype,
-            max_model_len=settings.max_prompt_length + settings.max_response_length,
+            max_model_len=settings.max_prompt_tokens + settings.max_response_tokens,
             more={"generation_config": "vllm"},  # a model's own may name further tokens that end a response
         )
         job.complete(f"sample-{settings.dtype}", [responses], partial(VllmEngine, sampler))
@@ -126,9 +126,9 @@ def build_sanity_set(settings: SanitySet, console: Console) -> dict[str, Any]:
         if not summary["kept"]:
             problem = f"{settings.window} keeps none of {len(problems)} problems, of which so many have an "
             problem += f"accuracy from 0 to 10%, to 20%, ...: {', '.join(map(str, summary['histogram']))}"
-            remedy = "Choose a window where there are problems; or check --reward and the prompts if all are 0."
+            remedy = "Choose a window that contains problems. If all accuracies are 0, check --reward and the prompts."
             raise ConfigurationError(problem, remedy=remedy)
         kept = [name for name, tally in responses.tallies.items() if tally.verdict == "kept"]
         data.write(job.folder / "kept.parquet", kept)
-    job.show_written(["kept.parquet", "summary.json"])
+    job.show_written(["kept.parquet", "summary.json"], f"\nnext: data.train_files={job.folder}/kept.parquet")
     return summary

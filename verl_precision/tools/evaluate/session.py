@@ -28,7 +28,7 @@ _FIELDS = {"dtype": str, "problem": str, "response": int, "tokens": int, "finish
 
 
 class Judging:
-    """What both verbs share: problems with answers that the reward can read, their prompts, and who judges."""
+    """Shared by both verbs: problems that the reward can read, their prompts, and the verdict on a response."""
 
     def __init__(self, job: JudgedJob, sets: Mapping[str, DataSet], dtypes: Sequence[str]) -> None:
         """Refuse a model, a reward or a data set that cannot work, before an engine starts."""
@@ -61,7 +61,7 @@ class Judging:
 
 
 def evaluate(evaluation: Evaluation, console: Console) -> pd.DataFrame:
-    """Do what is missing in the job's folder, write the results, and return each response, as in `accuracy.responses`.
+    """Finish the job in its folder, write the results, and return each response, as in `accuracy.responses`.
 
     Settings that cannot work are refused before a model loads. If an engine fails, what was drawn is kept.
     """

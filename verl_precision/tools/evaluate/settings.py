@@ -29,12 +29,11 @@ class Evaluation(JudgedJob):
     """A model on data sets, in each dtype and each context."""
 
     verb: ClassVar[str] = "evaluate"
-    model: str = option(argument=True, help="Folder or hub name of the model, e.g. an exported checkpoint.")
     data: tuple[Path, ...] = option(
         help="Data set in verl's format: .parquet or .jsonl. Repeat the option for several.", recorded=False
     )
     contexts: tuple[Annotated[int, Field(ge=1)], ...] = option(
-        "--context", help="Most tokens of prompt and response together. Repeat the option for several."
+        "--context", help="Limit on the tokens of prompt and response together. Repeat the option for several."
     )
     dtypes: tuple[Dtype, ...] = option(
         "--dtype", default=("fp16",), help="Dtype of vLLM. Repeat the option for several."
@@ -42,19 +41,19 @@ class Evaluation(JudgedJob):
     responses: int = option("--responses", "-n", default=32, help="Responses to each problem: k of avg@k.", ge=1)
     temperature: float = option(default=0.6, help="Sampling temperature; 0 takes the most probable token.", ge=0)
     top_p: float = option(
-        default=0.95, help="Share of the probability that is drawn from, most probable first.", gt=0, le=1
+        default=0.95, help="Nucleus sampling: draw from the most probable tokens up to this share.", gt=0, le=1
     )
 
     def __post_init__(self) -> None:
         """Refuse what is given twice."""
         stems = tuple(path.stem for path in self.data)
-        require_each_once("--data", stems, "each once; data sets are called by the name of their file")
+        require_each_once("--data", stems, "each once; a data set is named after its file")
         require_each_once("--context", self.contexts)
         require_each_once("--dtype", self.dtypes)
 
     @property
     def longest_context(self) -> int:
-        """The context that responses are drawn in."""
+        """The longest context; responses are drawn in it."""
         return max(self.contexts)
 
 
@@ -70,13 +69,12 @@ class SanitySet(JudgedJob):
 
     verb: ClassVar[str] = "sanity-set"
     data: Path = option(argument=True, help="Data set in verl's format: a .parquet or .jsonl file.", recorded=False)
-    model: str = option("--model", "-m", help="Folder or hub name of the model that will be trained.")
-    responses_per_problem: int = option("--responses-per-problem", "-n", default=40, help="Number of responses.", ge=1)
-    low: Fraction = option(default=Fraction(1, 5), help="Lowest accuracy kept, e.g. 0.2 or 1/5.")
-    high: Fraction = option(default=Fraction(4, 5), help="Highest accuracy kept.")
+    responses: int = option("--responses", "-n", default=40, help="Responses to each problem.", ge=1)
+    low: Fraction = option(default=Fraction(1, 5), help="Keep problems with at least this accuracy, e.g. 0.2 or 1/5.")
+    high: Fraction = option(default=Fraction(4, 5), help="Keep problems with at most this accuracy.")
     dtype: Dtype = option(default="fp16", help="Dtype of the engine.")
-    max_prompt_length: int = option(default=1024, help="Largest number of tokens; longer prompts are left out.", ge=1)
-    max_response_length: int = option(default=6976, help="Largest number of tokens; longer responses are cut.", ge=1)
+    max_prompt_tokens: int = option(default=1024, help="Problems with a longer prompt are left out.", ge=1)
+    max_response_tokens: int = option(default=6976, help="A response ends after this many tokens.", ge=1)
     in_flight: int = option(default=512, help="Responses that the engine draws at a time.", ge=1, recorded=False)
 
     def __post_init__(self) -> None:
@@ -84,7 +82,7 @@ class SanitySet(JudgedJob):
         if not 0 <= self.low <= self.high <= 1:
             raise ConfigurationError(self.window, allowed="0 <= low <= high <= 1", remedy="The paper keeps 0.2 to 0.8.")
         if self.fewest > self.most:
-            problem = f"{self.window}: no accuracy of {self.responses_per_problem} responses lies between them"
+            problem = f"{self.window}: no accuracy of {self.responses} responses lies in this window"
             raise ConfigurationError(problem, remedy="Widen the window or draw more responses.")
 
     @property
@@ -95,16 +93,16 @@ class SanitySet(JudgedJob):
     @property
     def fewest(self) -> int:
         """Smallest final number of correct responses that is kept."""
-        return math.ceil(self.low * self.responses_per_problem)
+        return math.ceil(self.low * self.responses)
 
     @property
     def most(self) -> int:
         """Largest final number of correct responses that is kept."""
-        return math.floor(self.high * self.responses_per_problem)
+        return math.floor(self.high * self.responses)
 
     def verdict(self, correct: int, drawn: int) -> Verdict:
         """Return what is known after m = `drawn` responses, k = `correct` of them correct."""
-        left = self.responses_per_problem - drawn
+        left = self.responses - drawn
         if correct > self.most or correct + left < self.fewest:
             return "dropped"
         if correct >= self.fewest and correct + left <= self.most:

@@ -10,7 +10,7 @@ def evaluate(given: dict[str, Any]) -> None:
     """Measure how often a model solves the problems of one or more data sets, in each dtype and context.
 
     Shows avg@k with its standard error, pass@k and the share of truncated responses; with several dtypes also the
-    paired differences, which are the deployment gap. Writes table.md and summary.json. Every response is on disk before
+    paired differences between dtypes. Writes table.md and summary.json. Every response is on disk before
     it counts: after an interruption, the same command continues.
     """
     from verl_precision.tools.evaluate.settings import Evaluation

@@ -38,7 +38,7 @@ def export_checkpoint(
     if dtype not in DTYPES:
         raise ConfigurationError("there is no such dtype", setting="--dtype", value=dtype, allowed=", ".join(DTYPES))
     if output.exists():
-        remedy = "Name a folder that does not."
+        remedy = "Name a new folder."
         raise ConfigurationError("it exists; nothing was written", setting="--output", value=output, remedy=remedy)
     saved = SavedModel.find(checkpoint)
     exported = list(saved.sources)
@@ -65,8 +65,8 @@ def _rounded(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
             f"{name} ({lost} of {weight.numel()}): weights that are not finite in it; nothing was written",
             setting="--dtype",
             value=str(dtype).removeprefix("torch."),
-            allowed="a dtype that holds every weight",
-            remedy="Export in bf16 or fp32. If one is infinite or NaN already, take an earlier checkpoint.",
+            allowed="a dtype that can represent every weight",
+            remedy="Export in bf16 or fp32. If a weight is infinite or NaN already, use an earlier checkpoint.",
         )
     return rounded
 

@@ -65,7 +65,7 @@ class SavedModel:
                 if not all(isinstance(each, Tensor) for each in loaded[-1].values()):
                     raise TypeError("not a state dict")
             except Exception as error:  # torch has many, and its words offer to run what is in the file
-                problem = f"{self.file(rank).name} is not whole, or holds something else than tensors by name"
+                problem = f"{self.file(rank).name} is incomplete, or is not a dictionary of named tensors"
                 raise _refused(self.folder, problem) from error
         return loaded
 
@@ -74,7 +74,7 @@ class SavedModel:
         config = transformers.AutoConfig.from_pretrained(self.folder / "huggingface")
         kind = getattr(transformers, (config.architectures or [""])[0], None)
         if kind is None:
-            problem = f"transformers has no model {config.architectures}: it has code of its own, which is not run"
+            problem = f"transformers has no model {config.architectures}: it brings its own code, which is not run"
             raise _refused(self.folder, problem)
         with torch.device("meta"):
             return kind(config)
@@ -96,8 +96,8 @@ class SavedModel:
         if not any((match := OF_ADAPTER.fullmatch(name)) and "lora_" in match[2] for name in names):
             return {}
         if not (self.folder / "adapter_config.json").is_file():
-            problem = "the checkpoint has a LoRA adapter, and no adapter_config.json says what it is on"
-            raise _refused(self.folder, problem, "Train with this package's engine, which saves that file.")
+            problem = "the checkpoint has a LoRA adapter, but no adapter_config.json that names its modules"
+            raise _refused(self.folder, problem, "Train with this package's engine; it saves that file.")
         settings: Any = LoraConfig.from_pretrained(str(self.folder))
         settings.init_lora_weights = settings.inference_mode = False
         with torch.device("meta"):

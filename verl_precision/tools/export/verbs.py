@@ -1,5 +1,6 @@
 """The verb `export`."""
 
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -14,13 +15,13 @@ def export(
     checkpoint: Annotated[Path, Argument(help="Folder of a checkpoint, checkpoints/.../global_step_N.")],
     dtype: Annotated[str, Option(help="Dtype of the weights: fp16, bf16 or fp32.")] = "fp16",
     output: Annotated[
-        Path | None, Option(help="Folder to create. Default: outputs/export/<experiment>_<step>_<dtype>.")
+        Path | None, Option("--output", "-o", help="Folder to create. Default: outputs/export/<run>_<step>_<dtype>.")
     ] = None,
 ) -> None:
     """Write a checkpoint of an FSDP run as a Hugging Face folder, rounded once from FP32.
 
-    LoRA adapters are merged in FP32. A weight that is not finite in the dtype is refused by name, and nothing is left.
-    config.json says the dtype of the weights. A folder that exists is refused.
+    LoRA adapters are merged in FP32. If a weight is not finite in the dtype, the command names it and writes nothing.
+    config.json has the dtype of the weights. An existing folder is refused.
     """
     from rich.progress import track
 
@@ -32,3 +33,4 @@ def export(
 
         tensors = export_checkpoint(path, dtype, output, partial(track, description="rounding", console=errors))
     say(f"wrote {output}: {len(tensors)} tensors in {dtype}")
+    say(f"next: verl-precision evaluate --model {shlex.quote(str(output))} --data FILE --context N --dtype {dtype}")

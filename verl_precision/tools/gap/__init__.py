@@ -1,1 +1,1 @@
-"""How far the probabilities of two engines are apart (`pairs`), and which cause makes the gap (`explain`)."""
+"""The size of the gap between two engines (`pairs`), and its causes (`explain`)."""

@@ -17,10 +17,10 @@ class MismatchJob(PromptedJob):
         "--rollout-dtype", default=("fp16", "bf16"), help="Dtype of vLLM. Repeat the option for several."
     )
     train_dtypes: tuple[Dtype, ...] = option(
-        "--train-dtype", default=("fp16", "bf16"), help="Dtype of the trainer, in the same way."
+        "--train-dtype", default=("fp16", "bf16"), help="Dtype of the trainer. Repeat the option for several."
     )
-    responses: int = option(default=8, help="Responses to each prompt, in each rollout dtype.", ge=1)
-    max_response_tokens: int = option(default=1024, help="Largest number of tokens of a response.", ge=1)
+    responses: int = option("--responses", "-n", default=8, help="Responses to each prompt and rollout dtype.", ge=1)
+    max_response_tokens: int = option(default=1024, help="A response ends after this many tokens.", ge=1)
     # vLLM chooses its own. With flash_attention_2 the trainer packs without padding; gpt-oss has eager.
     attention: Literal["sdpa", "eager", "flash_attention_2"] = option(default="sdpa", help="Attention of the trainer.")
 
@@ -44,28 +44,28 @@ class Explanation(PromptedJob):
 
     verb: ClassVar[str] = "explain"
     rollout_model: str | None = option(
-        default=None, help="Model of the rollout, if it has other weights, e.g. an older export."
+        default=None, help="Model of the rollout, if its weights differ from the trainer's, e.g. an older export."
     )
     rollout_dtype: Dtype = option(default="bf16", help="Dtype of vLLM.")
     train_dtype: Dtype = option(default="bf16", help="Dtype of the trainer.")
     temperature: float = option(default=1.0, help="Temperature of both.", gt=0)
-    top_p: float = option(default=1.0, help="Share of the probability that the rollout draws from.", gt=0, le=1)
-    top_k: int = option(default=0, help="Most probable tokens that the rollout draws from; 0 for all.", ge=0)
+    top_p: float = option(default=1.0, help="Nucleus sampling of the rollout: this share.", gt=0, le=1)
+    top_k: int = option(default=0, help="The rollout draws from the N most probable tokens; 0 for all.", ge=0)
     # Before temperature, top-p and top-k.
     raw_log_probs: bool = option(default=False, help="The rollout's log-probs are raw (logprobs_mode=raw_logprobs).")
     prefix_caching: bool = option(default=False, help="The rollout has a prefix cache and cuts prompts into chunks.")
-    cuda_graphs: bool = option(default=False, help="The rollout compiles, and runs CUDA graphs; on GPUs only.")
+    cuda_graphs: bool = option(default=False, help="The rollout compiles and uses CUDA graphs; on GPUs only.")
     attention: str = option(default="sdpa", help="Attention of the trainer, by its name in transformers.")
-    packed: bool = option(default=False, help="The trainer packs (use_remove_padding); else it pads.")
+    packed: bool = option(default=False, help="The trainer packs sequences (use_remove_padding).")
     fp32_log_probs: bool = option(
-        "--fp32-log-probs/--16-bit-log-probs", default=True, help="How the trainer takes log-probs."
+        "--fp32-log-probs/--16-bit-log-probs", default=True, help="Precision of the trainer's log-softmax."
     )
     fp32_output_head: bool = option(default=False, help="The trainer computes its logits in FP32.")
 
     def __post_init__(self) -> None:
         """Refuse what cannot be asked for together."""
         exact, fp32 = self.arithmetic == EXACT, self.train_dtype == "fp32"
-        in_exact = "in exact arithmetic the engines would not round the same numbers"
+        in_exact = "exact arithmetic needs the same operations in both engines"
         other_head = exact and (self.fp32_output_head or not self.fp32_log_probs)
         refused = {
             f"--arithmetic exact with two dtypes: {in_exact}": exact and self.train_dtype != self.rollout_dtype,

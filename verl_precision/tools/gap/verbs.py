@@ -10,10 +10,10 @@ from verl_precision.cli.verb import ENGINES, FIGURES, console, run_job, silence_
 
 @verb("Before a run", "verl_precision.tools.gap.settings:MismatchJob", needs=(*FIGURES, *ENGINES, "verl"))
 def mismatch(given: dict[str, Any]) -> None:
-    """Sample in some dtypes, score in others, and show how far the probabilities of the two engines are apart.
+    """Measure the gap between rollout and trainer for each pair of dtypes, without training.
 
-    Nothing is trained. Writes table.md, summary.json and figures. A job that was interrupted continues when the
-    command is repeated. One model is in memory at a time.
+    vLLM samples responses, and verl's FSDP engine scores the same tokens. Writes table.md, summary.json and figures.
+    After an interruption, the same command continues. One model is in memory at a time.
     """
     from verl_precision.tools.gap.settings import MismatchJob
 
@@ -31,30 +31,28 @@ def explain(
     ] = None,
     recipe: Annotated[
         Path | None,
-        Option(help="A recipe's YAML, which has model, dtypes, sampling and 16 prompts. Options go before it."),
+        Option(help="Take model, dtypes, sampling and 16 prompts from a recipe's YAML. Write options before it."),
     ] = None,
     run: Annotated[
-        Path | None, Option(help="Folder or metrics file of a run: print the command that explains it.")
+        Path | None, Option(help="Folder or metrics file of a run: print the command that explains its gap.")
     ] = None,
 ) -> None:
-    """Say which cause makes the gap between rollout and trainer, and what to do about it.
+    """Find the causes of the gap between rollout and trainer, and show their remedies.
 
-    vLLM draws responses, and their log-probs are computed again and again on the way to the trainer, with one thing
-    changed each time: decode, batch, dtype, engine, weights, attention, packing, experts. The difference between
-    consecutive steps is attributed to the one setting that changed, and the parts add up to the whole gap. "Nothing is
-    wrong" is an answer too.
+    vLLM samples responses. Their log-probs are computed several times, with one setting changed each time: decode,
+    batch, dtype, engine, weights, attention, packing, experts. The difference between two steps belongs to the setting
+    that changed, and the parts add up to the whole gap. The result may be that nothing is wrong.
 
-    Writes explanation.json. A job that was interrupted continues when the command is repeated. One model is in memory
-    at a time.
+    Writes explanation.json. After an interruption, the same command continues. One model is in memory at a time.
     """
     from verl_precision.base.settings import command_option
     from verl_precision.base.versions import require_packages
     from verl_precision.tools.gap.settings import Explanation
 
     if (recipe and run) or (overrides and not recipe):
-        raise BadParameter("allowed is --recipe with its overrides, or --run, or neither. Leave one out.")
+        raise BadParameter("give --recipe with its overrides, or --run, or neither. Leave one out.")
     if run is not None and given:
-        raise BadParameter(f"--run computes nothing. Leave out {command_option(min(given))}.")
+        raise BadParameter(f"--run only prints a command. Leave out {command_option(min(given))}.")
     if run is not None:
         with silence_third_party():
             from verl_precision.tools.gap.explain.from_run import show_run

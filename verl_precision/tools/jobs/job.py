@@ -1,4 +1,4 @@
-"""Every job that draws or scores: its folder, its journal, its engines, the loop over its tasks, and what it leaves.
+"""A job that samples or scores: its folder, journal, engines, task loop and results.
 
 In the journal of samples and their scores, a sample is a line {rollout, problem, response, token_ids, log_probs}, a
 score a line {rollout, train, problem, response, log_probs}. `rollout` names who sampled and `train` who scored;
@@ -39,7 +39,7 @@ _FIELDS = {"rollout": str, "problem": str, "response": int, "log_probs": list}
 
 
 class Tasks:
-    """The responses that a job wants, each asked for once, in their order; what it does with them is its own."""
+    """The responses that a job needs, each requested once, in order."""
 
     in_flight: int | None = None  # responses in flight; None for the job's number
 
@@ -52,7 +52,7 @@ class Tasks:
 
     @property
     def done(self) -> int:
-        """How much is done; the tasks are finished when this is `total`."""
+        """Number of finished tasks; all are finished at `total`."""
         return len(self._finished)
 
     def next_requests(self, limit: int) -> list[SampleRequest]:
@@ -68,7 +68,7 @@ class Tasks:
 
 
 class Job:
-    """A job under way in its folder; each adds its own tasks."""
+    """A running job in its folder."""
 
     def __init__(self, settings: JobSettings, console: Console) -> None:
         self.settings, self.console, self.folder = settings, console, settings.folder
@@ -80,7 +80,7 @@ class Job:
         self._recorded = {name: value for name, value in recorded.items() if not name.startswith((_VERSION, PROMPTS))}
         with closing(Journal(self.folder, recorded)) as journal:
             if journal.resumed > 0:
-                torn = "; a torn last line was cut off" if journal.torn else ""
+                torn = "; an incomplete last line was removed" if journal.torn else ""
                 self.console.print(f"resuming: {journal.resumed} responses are in the journal{torn}", highlight=False)
             yield journal
 
@@ -96,7 +96,7 @@ class Job:
                     work_through(engine, each, each.in_flight or self.settings.in_flight, self.console)
 
     def envelope(self) -> dict[str, Any]:
-        """Return what stands in every summary beside the results."""
+        """Return the part of a summary that all jobs share."""
         return {"settings": self._recorded, "versions": installed_versions(), "command": sys.argv}
 
     def write(self, content: Mapping[str, Any], table: str | None = None) -> None:
@@ -106,9 +106,9 @@ class Job:
             write_file(self.folder / "table.md", table, replace=True)
             self.console.print(Markdown(table))
 
-    def show_written(self, names: Sequence[str]) -> None:
-        """Say which files are in the folder."""
-        self.console.print(f"wrote {', '.join(names)} to {self.folder}", highlight=False, soft_wrap=True)
+    def show_written(self, names: Sequence[str], then: str = "") -> None:
+        """Say which files are in the folder, and what to do next."""
+        self.console.print(f"wrote {', '.join(names)} to {self.folder}{then}", highlight=False, soft_wrap=True)
 
 
 def work_through(engine: EngineProcess, tasks: Tasks, in_flight: int, console: Console) -> None:

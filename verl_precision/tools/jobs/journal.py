@@ -1,4 +1,4 @@
-"""Every response is on disk before it counts: a job that is killed at any moment continues where it was.
+"""The journal of a job: each response is written before it counts, so a killed job continues where it stopped.
 
 One JSON object a line, appended. The first holds the settings, the others one response each. Lines that are complete
 are kept; a torn last line (killed while writing) is cut off, so that its response is done again.
@@ -92,14 +92,14 @@ class Journal:
             if then.get(name) != now.get(name)
         )
         if changes:
-            problem = f"{self.path} was begun with other settings ({changes}), and both would not be one experiment"
-            raise ConfigurationError(problem, remedy="Give those that it was begun with, or a new --output.")
+            problem = f"{self.path} was begun with other settings ({changes}); the results of both cannot be mixed"
+            raise ConfigurationError(problem, remedy="Use those settings again, or choose a new --output.")
 
 
 def _require_free(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError("it is a file", setting="--output", value=folder, allowed="a folder")
     if found := sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []:
-        problem = f"it has {found[0]} and no {JOURNAL}, so no job can be continued in it; nothing was written"
+        problem = f"it has {found[0]} and no {JOURNAL}, so no job can be resumed in this folder; nothing was written"
         allowed = "a new folder, an empty one, or that of an earlier job"
         raise ConfigurationError(problem, setting="--output", value=folder, allowed=allowed)

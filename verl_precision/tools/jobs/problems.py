@@ -1,4 +1,4 @@
-"""Prompts, problems and who is right: data sets in verl's format, plain prompts, those built in, and rewards."""
+"""Prompts, problems and rewards: data sets in verl's format, plain prompts, built-in prompts."""
 
 import json
 import math
@@ -116,7 +116,7 @@ def prompt_tokens(job: PromptedJob, model: Model, sampler: Model, response_token
         raise ConfigurationError(
             f"the longest prompt has {longest} tokens, and the model's context {sampler.context}",
             setting="--max-response-tokens", value=job.max_response_tokens,
-            remedy="Lower it, or leave long prompts out.",
+            remedy="Lower it, or remove the long prompts.",
         )  # fmt: skip
     return token_ids
 
@@ -135,7 +135,7 @@ def read_prompts(path: str, field: str = "prompt", limit: int | None = None) -> 
     for number, prompt in enumerate(prompts):
         if not (_is_chat(prompt) or (isinstance(prompt, str) and prompt)):
             problem = f"--prompts {path}: field {field!r} of row {number} is {str(prompt)[:80]!r}"
-            allowed = "text, or a list of {role, content}, that is not empty"
+            allowed = "non-empty text, or a non-empty list of {role, content}"
             raise ConfigurationError(problem, allowed=allowed, remedy="Name the field with --prompt-field.")
     return prompts  # type: ignore[return-value]
 
@@ -183,7 +183,7 @@ class Reward:
             score = self.score(solution_str=text, **about)
         except Exception as error:
             place = f"row {problem.row} (data_source {problem.data_source!r}, ground truth {problem.ground_truth!r})"
-            allowed = "a function with verl's signature that knows this data_source"
+            allowed = "a function with verl's signature that accepts this data_source"
             raise _refusal(self.name, f"{type(error).__name__}: {error}, on {place}", allowed) from error
         if isinstance(score, dict):
             if "acc" in score:
@@ -204,7 +204,7 @@ class Reward:
         found = [problem for problem in problems if self.reads_empty or str(problem.ground_truth).strip()]
         if not found:
             unread = f"none of the {len(problems)} ground truths can be read; the first is {problems[0].ground_truth!r}"
-            raise _refusal(self.name, unread, "answers that this reward can compare with")
+            raise _refusal(self.name, unread, "ground truths that this reward can read")
         return found
 
 
@@ -238,7 +238,7 @@ def load_reward(name: str, pass_score: float = 1.0) -> Reward:
         module: Any = load_module(location)
         score = getattr(module, function)
         if not callable(score):
-            raise TypeError(f"{function} is no function")
+            raise TypeError(f"{function} is not a function")
     except Exception as error:
         cause = error.__cause__ or error
         raise _refusal(name, f"it cannot be loaded ({type(cause).__name__}: {cause})") from error

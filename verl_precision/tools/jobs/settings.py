@@ -13,17 +13,17 @@ FLASH = "flash_attention_2"  # computes in 16 bits only
 
 @settings(command_option, kw_only=True)
 class JobSettings:
-    """Options of every job that draws responses or scores them. Its folder belongs to one set of recorded ones."""
+    """Options of every job that draws or scores responses. A folder belongs to one set of recorded options."""
 
     verb: ClassVar[str]
-    model: str = option(help="Folder or hub name of the model.")
-    seed: int = option(default=0, help="Sampling seed. Each response gets its own seed from it.", ge=0)
+    model: str = option("--model", "-m", help="Folder or hub name of the model.")
+    seed: int = option(default=0, help="Sampling seed. Each response derives its own seed from it.", ge=0)
     in_flight: int = option(
-        default=256, help="Responses that an engine draws or scores at a time.", ge=1, recorded=False
+        default=256, help="Number of responses that an engine draws or scores at a time.", ge=1, recorded=False
     )
     output: Path | None = option(
         "--output", "-o", default=None, recorded=False,
-        help="Folder of the results. A folder given again is resumed. Default: outputs/<verb>/<model>.",
+        help="Folder of the results. An earlier job in this folder is resumed. Default: outputs/<verb>/<model>.",
     )  # fmt: skip
 
     @property
@@ -36,21 +36,17 @@ class JobSettings:
 class PromptedJob(JobSettings):
     """A job that compares log-probs, on responses to prompts."""
 
-    model: str = option(default="tiny:qwen3", help="Folder or hub name of the model; tiny:qwen3 is built in.")
-    prompts: str = option(
-        default=BUILT_IN_PROMPTS, help="A .parquet or .jsonl file. Without one, 16 questions that are built in."
-    )
+    model: str = option("--model", "-m", default="tiny:qwen3", help="Folder or hub name; tiny:qwen3 is built in.")
+    prompts: str = option(default=BUILT_IN_PROMPTS, help="A .parquet or .jsonl file. Default: 16 built-in questions.")
     prompt_field: str = option(
         default="prompt", help="Column of the prompts: chats in verl's format, or text.", recorded=False
     )
-    max_prompts: int | None = option(
-        default=None, help="Use only this many prompts, from the first on.", ge=1, recorded=False
-    )
-    responses: int = option(default=1, help="Responses to each prompt.", ge=1)
-    max_response_tokens: int = option(default=64, help="Largest number of tokens of a response.", ge=1)
+    max_prompts: int | None = option(default=None, help="Use only the first N prompts.", ge=1, recorded=False)
+    responses: int = option("--responses", "-n", default=1, help="Responses to each prompt.", ge=1)
+    max_response_tokens: int = option(default=64, help="A response ends after this many tokens.", ge=1)
     micro_batch_tokens: int = option(
-        default=16384, help="Tokens of one forward of the trainer, padding included.", ge=1
+        default=16384, help="Number of tokens in one forward pass of the trainer, with padding.", ge=1
     )
     arithmetic: Arithmetic = option(
-        default="native", help="Operations of both engines: their kernels, or on a CPU ours in FP32 or FP64."
+        default="native", help="Operations of both engines: native uses their own kernels; the others need a CPU."
     )

@@ -1,4 +1,4 @@
-"""What an estimator decides of each token of a response: kept, clipped, phantom-clipped, masked or truncated.
+"""The estimator's decision on each token of a response: kept, clipped, phantom-clipped, masked or truncated.
 
 A loss of `POLICY_LOSSES` says it itself (`LossOutput`); its gradient, Σₜ sₜ ∇log π(yₜ), is what a token is given:
 
@@ -36,7 +36,7 @@ _OURS = {"token": "vp_token_tis", "sequence": "vp_seq_mis"}  # levels of verl ->
 
 
 class Decided(NamedTuple):
-    """What an estimator does with a response's tokens."""
+    """The decisions of an estimator on the tokens of a response."""
 
     codes: np.ndarray  # [T] uint8, indices into `DECISIONS`
     slopes: np.ndarray  # [T] float32, sₜ; 0 at tokens that are not the policy's

@@ -1,4 +1,4 @@
-"""The tokens behind a number: the folder in which a run keeps a few responses of each step, and how it is read.
+"""The folder in which a run keeps the tokens of a few responses of each step: writing and reading.
 
 `kept_tokens/step_12.parquet` has a row for each response that was kept of step 12; `pandas.read_parquet("kept_tokens")`
 opens those of all steps. A file appears whole or not at all, so that whoever reads while the run goes on, or after it
@@ -42,7 +42,7 @@ _SPLIT = [f"{name}.list.element" for name, dtype in ARRAYS.items() if dtype in (
 
 @dataclass(frozen=True, kw_only=True)
 class KeptSummary:
-    """What a list of responses shows."""
+    """The summary of a response in a list."""
 
     step: int  # the training step whose update the response was part of
     offset: int = -1  # its place among the responses of all steps, for `response_at`
@@ -99,7 +99,7 @@ def beside(metrics: Path) -> Path:
 def files_in(folder: Path) -> dict[int, Path]:
     """Return the files of a folder by their steps, in their order; none where there is no folder."""
     if folder.exists() and not folder.is_dir():
-        problem = "it is no folder of kept tokens"
+        problem = "it is not a folder of kept tokens"
         raise ConfigurationError(problem, setting="KEPT_TOKENS", value=str(folder), remedy="Move it away.")
     found = {int(name[1]): path for path in folder.glob("step_*") if (name := _NAME.fullmatch(path.name))}
     return dict(sorted(found.items()))
@@ -117,7 +117,7 @@ def response_at(folder: Path, offset: int) -> KeptResponse:
     file = folder / f"step_{step}.parquet"
     table = _read(file, _SCHEMA.names) if file.exists() else _SCHEMA.empty_table()
     if place >= len(table):
-        problem, remedy = f"no response {offset} is in it", "Read the list again: a resume moves responses away."
+        problem, remedy = f"it has no response {offset}", "Read the list again; a resumed run moves responses."
         raise ConfigurationError(problem, setting="KEPT_TOKENS", value=str(folder), remedy=remedy)
     found: dict[str, Any] = {"offset": offset}
     for name in _SCHEMA.names:

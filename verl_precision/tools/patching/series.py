@@ -58,7 +58,7 @@ def available() -> dict[str, Series]:
 
 
 def list_series() -> list[str]:
-    """Return what there is, in lines: each series with its folder, and its patches."""
+    """Return lines that list each series with its folder and patches."""
     lines = []
     for version, series in available().items():
         lines.append(f"verl {version}: {len(series.patches)} patches, {len(series.files)} files, {series.folder}")
@@ -104,7 +104,7 @@ class Tree:
         with open_regular(version, most=200) as file:
             found, series = file.read().decode().strip(), available()
         if found not in series:
-            raise self.refused(f"verl {found} has no series here; nothing was touched", allowed=", ".join(series))
+            raise self.refused(f"verl {found} has no patch series here; nothing was changed", allowed=", ".join(series))
         self.series = series[found]
         self.installed = not {"site-packages", "dist-packages"}.isdisjoint(self.root.parts)
         has_tests = (self.root / _TESTS).is_dir() and not self.installed
@@ -122,8 +122,8 @@ class Tree:
             if all(state in states for states in found.values()):
                 return state
         if foreign := [path for path, states in found.items() if not states]:
-            problem = f"dirty; neither verl {self.series.version} as released nor with the whole series: "
-            problem += f"{', '.join(foreign)}; nothing was touched"
+            problem = f"dirty; neither verl {self.series.version} as released nor verl with the whole series: "
+            problem += f"{', '.join(foreign)}; nothing was changed"
         else:
             problem = "patched in part: " + ", ".join(path for path, states in found.items() if State.APPLIED in states)
         remedy = f"Restore these files, or apply the patches one by one with git am from {self.series.folder}."
@@ -154,7 +154,7 @@ class Tree:
                     self._git_apply(copies, patch.path, ["-R"] * (goal is State.PRISTINE))
             hashes = {path: self.series.files[path][goal] for path in self.files}
             if wrong := [path for path in self.files if sha256(copies / path) != hashes[path]]:
-                problem = f"{', '.join(wrong)}: not what is recorded in {self.series.folder}; nothing was touched"
+                problem = f"{', '.join(wrong)}: not what is recorded in {self.series.folder}; nothing was changed"
                 raise self.refused(problem, "Reinstall verl-precision.")
             for path in self.files if not check else ():
                 if hashes[path] is None:
@@ -167,7 +167,7 @@ class Tree:
 
     def _git_apply(self, folder: Path, patch: Path, options: list[str]) -> None:
         if shutil.which("git") is None:
-            raise PatchError("git: not found; patches are applied by `git apply`. Install git.")
+            raise PatchError("git was not found; it applies the patches. Install git.")
         # No repository, and no setting of a user or machine, may change what git does to the bytes.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
         environment |= {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
@@ -176,7 +176,7 @@ class Tree:
         command += [*(f"--include={path}" for path in self.files), str(patch)]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace")
         if done.returncode:
-            problem = f"{patch.name} does not apply; nothing was touched. git says: {done.stderr.strip()}"
+            problem = f"{patch.name} does not apply; nothing was changed. git says: {done.stderr.strip()}"
             raise self.refused(problem)
 
 
@@ -186,15 +186,16 @@ def check_tree(path: Path) -> str:
     tree.change(check=True)
     verb = "reverts" if tree.state is State.APPLIED else "applies"
     patches = f"the series of {len(tree.series.patches)} patches {verb} cleanly to {len(tree.files)} files"
-    return f"verl {tree.series.version} is {tree.state.value}: {patches}"
+    option = "--revert" if tree.state is State.APPLIED else "--apply"
+    return f"verl {tree.series.version} is {tree.state.value}: {patches}\nnext: verl-precision patch {option} {path}"
 
 
 def change_tree(path: Path, goal: State, installed: bool = False) -> str:
     """Bring a tree into a state, and say so; `installed`: whether an installed package was asked for by name."""
     tree = Tree(path)
     if tree.installed and not installed:
-        remedy = "Unpack a copy and patch that, or name it: --installed."
-        raise tree.refused("an installed package; nothing was touched", remedy)
+        remedy = "Unpack a copy and patch that, or add --installed."
+        raise tree.refused("an installed package; nothing was changed", remedy)
     if tree.state is goal:
         return f"verl {tree.series.version} is {goal.value} already: {tree.root}"
     tree.change()

@@ -12,17 +12,17 @@ from verl_precision.cli.verb import say, verb
 def patch(
     tree: Annotated[Path | None, Argument(help="Folder that holds verl/: a checkout or an unpacked release.")] = None,
     list_: Annotated[bool, Option("--list", help="Print every series and its patches.")] = False,
-    check_: Annotated[bool, Option("--check", help="Say whether the series would apply or revert. Write nothing.")] = (
-        False
-    ),
+    check_: Annotated[
+        bool, Option("--check", help="Report whether the series would apply or revert, without writing.")
+    ] = (False),
     apply_: Annotated[bool, Option("--apply", help="Apply the series of the tree's release.")] = False,
-    revert: Annotated[bool, Option("--revert", help="Take the series back, byte for byte.")] = False,
-    installed: Annotated[bool, Option("--installed", help="Patch TREE although it is an installed package.")] = False,
+    revert: Annotated[bool, Option("--revert", help="Revert the series, byte for byte.")] = False,
+    installed: Annotated[bool, Option("--installed", help="Allow TREE to be an installed package.")] = False,
 ) -> None:
-    """Patch a verl that no plugin can reach, or take the patches back: all of them or none.
+    """Patch a verl release that has no plugins, or revert the patches: all of them or none.
 
-    A tree is refused, with the file named, unless it is exactly a release with a series, or that release with the whole
-    series applied. What each patch does is in patches/README.md.
+    TREE must be exactly a release that has a series, or that release with the whole series applied; else the command
+    names the file that differs. patches/README.md explains each patch.
     """
     if [list_, check_, apply_, revert].count(True) != 1 or list_ != (tree is None):
         raise BadParameter("give --list, or one of --check, --apply, --revert with TREE")

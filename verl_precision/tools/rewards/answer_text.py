@@ -1,4 +1,4 @@
-r"""The parts of an answer that are no mathematics: its unit, and its words; and numbers that are written plainly.
+r"""The parts of an answer that are not mathematics, its unit and its words; and plain numbers.
 
 Two different units are different answers, and one may be left out. As with the authors of the paper, 5\% is 5 and not
 0.05. Units are not converted.

@@ -1,4 +1,4 @@
-r"""A value of mathematics from its LaTeX, exact and whole; and whether two values are one.
+r"""Reads the exact value of LaTeX mathematics, and compares two values.
 
 latex2sympy reads expressions, with three of its habits kept from it: numbers are handed over as symbols, since it reads
 3(4) as 3 + 4, decimals as floats and 5/3\pi as 5/(3\pi); and what it would drop is not shown to it.

@@ -43,7 +43,7 @@ def compute_score(
     if require_finished:
         if extra_info is None or TRUNCATED not in extra_info:
             raise ConfigurationError(
-                "nothing tells this reward which responses were cut off at the length limit",
+                "this reward is not told which responses were cut off at the length limit",
                 setting="reward.custom_reward_function.reward_kwargs.require_finished",
                 value=True,
                 allowed="True with the agent loop vp_single_turn and the reward manager naive, rate_limited or remote",

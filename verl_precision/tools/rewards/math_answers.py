@@ -5,9 +5,8 @@ paper's authors accept an answer if one of three rules does (https://github.com/
 and so does this with `as_published`: verl's own for MATH, math-verify's, which compares expressions, and a comparison
 of numbers with units and of words. They accept some wrong answers, and refuse some right ones.
 
-SymPy can take hours, and what takes too long is ended with a signal, which works in a process's main thread alone; verl
-calls rewards in other threads. So SymPy has a process of its own, this module as a program, which is ended and replaced
-when it does not answer in time: a power tower runs in C, where a signal is not looked at.
+SymPy can take hours. A signal cannot stop it: verl calls rewards outside the main thread, and a power tower runs in C.
+So SymPy runs in a separate process, this module as a program, which is ended and replaced after a time limit.
 """
 
 import atexit
@@ -99,7 +98,7 @@ class _Judge:
                 if not reply:
                     self.end()
         if not reply:
-            logger.warning("the judge did not compare %.200r with %.200r; they count as different", answer, truth)
+            logger.warning("the judge could not compare %.200r with %.200r; they count as different", answer, truth)
         return reply == b"1\n"
 
     def end(self) -> None:
@@ -118,7 +117,7 @@ def _started() -> "subprocess.Popen[bytes]":
     )
     if _line(process, _START_SECONDS) != b"ready\n":
         process.kill()
-        raise EnvironmentMismatchError("math-verify does not load; its own error is above", remedy=INSTALL)
+        raise EnvironmentMismatchError("math-verify cannot be imported; its error is above", remedy=INSTALL)
     return process
 
 

@@ -84,8 +84,8 @@ def build(task: str, level: int, **sizes: int) -> Any:
     """Return reasoning_gym's data set of a task at a level of its curriculum; `sizes` are its `seed` and `size`."""
     require_reasoning_gym()
     if task in UNSAFE:
-        problem = "its scorer runs the answer as Python, so that a response could do anything on this machine"
-        raise ConfigurationError(problem, setting="task", value=task, allowed="a task whose scorer reads alone")
+        problem = "its scorer runs the answer as Python, so a response could run any code on this machine"
+        raise ConfigurationError(problem, setting="task", value=task, allowed="a task whose scorer only reads")
     from reasoning_gym.factory import create_curriculum, create_dataset, has_curriculum
 
     if not has_curriculum(task):

@@ -1,4 +1,4 @@
-"""What the page shows of runs, as JSON: of recorded ones, of those that are followed, and of the tokens they keep."""
+"""The content of the page as JSON: recorded runs, live runs, and their kept tokens."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""Run verl once: private Ray, log to a file, progress from the log, and nothing left behind.
+"""Runs verl once, with its own Ray, a log file and progress from that log; ends all its processes.
 
 The processes of a run are known by a mark in their environment, and all of them are ended, whoever started them.
 """

@@ -46,7 +46,7 @@ def write_page(path: Path, state: Mapping[str, Any], force: bool = False) -> Non
     """Write the report about runs; refuse to replace a file, unless by `force`, that is not an earlier report."""
     if path.exists() and not force and not (path.is_file() and MARK.encode() in path.read_bytes()[:2000]):
         problem, allowed = (
-            "it exists and is not an earlier report; nothing was written",
+            "this file exists and is not an earlier report; nothing was written",
             "a new file or an earlier report",
         )
         remedy = "Name another file, or add --force."

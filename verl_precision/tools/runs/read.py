@@ -21,7 +21,7 @@ READABLE = (
 )
 LONGEST_LINE = 2**24  # bytes
 LARGEST_STEP = 2**53  # JSON's largest whole number
-_CUT = "the last row is cut short and is left out"
+_CUT = "the last row is incomplete and is left out"
 _SEED = re.compile(r"(.+)/seed_\d+")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _STEP = re.compile(r"\bstep:(\d{1,15}) - (.+)")
@@ -52,7 +52,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     """
     of_path = {path: sources_in(path) for path in paths}
     if empty := [path for path, sources in of_path.items() if not sources]:
-        raise refused(empty[0], "there are no metrics in it", "Name the file itself.")
+        raise refused(empty[0], "there are no metrics in it", "Name one of the files.")
     sources = [source for path in paths for source in of_path[path]]
     runs = [run_or_problem(source, name) for source, name in zip(sources, names_of(sources), strict=True)]
     begin = "there is no training step in it. Wait for the first step of the run."
@@ -83,7 +83,7 @@ def _read_run(source: Path, name: str) -> Run:
     for row in found:
         of_step[row["step"]] = of_step.get(row["step"], {}) | row
     if repeated := len(found) - len(of_step):
-        notes.append(f"{repeated} step(s) were logged more than once (a resumed run): the last counts")
+        notes.append(f"{repeated} step(s) were logged more than once (by a resumed run); the last row of each counts")
     return Run(name, source, [of_step[step] for step in sorted(of_step)], tuple(notes))
 
 
@@ -126,7 +126,7 @@ def _metric_row(row: Any) -> dict[str, float]:
 def step_of(value: object) -> float:
     """Return a step; refuse another kind of value, NaN, and numbers beyond the whole ones of JSON."""
     if not isinstance(value, int | float) or not abs(value) < LARGEST_STEP:
-        raise TypeError("step is no number that counts steps")
+        raise TypeError("step is not a number of a step")
     return value
 
 

@@ -1,4 +1,4 @@
-"""The live page's server: one page, its news, and the kept tokens; for those who know the token, and to read only.
+"""The server of the live page: the page, its updates and the kept tokens; read-only, with a secret token.
 
 No path of a request becomes the path of a file: runs are numbers, responses are offsets that are in the run's list.
 """
@@ -44,7 +44,7 @@ async def _guarded(token: str, request: Request, call_next: RequestResponseEndpo
     given, slash, rest = request.scope["path"].removeprefix("/").partition("/")
     answer: Response
     if not hmac.compare_digest(given.encode(errors="surrogateescape"), token.encode()):
-        text = "The address lacks this server's token: take the whole one that was printed last.\n"
+        text = "The address lacks this server's token. Open the whole address that was printed last.\n"
         answer = PlainTextResponse(text, 403)
     elif not slash:
         answer = RedirectResponse(f"/{token}/")
@@ -60,7 +60,7 @@ def application(live: Live, token: str) -> Starlette:
 
     def folder_of(request: Request) -> Path:
         if (run := live.views().get(_number(request, "run"))) is None:
-            raise HTTPException(404, "there is no run of this number")
+            raise HTTPException(404, "there is no run with this number")
         return run.kept_folder
 
     def responses(request: Request) -> Any:
@@ -88,7 +88,7 @@ def serve(live: Live, port: int, say: Callable[[str], None]) -> None:
     try:
         listening = socket.create_server(("127.0.0.1", port))
     except OSError as error:
-        problem = f"this port cannot be taken ({error.strerror or error})"
+        problem = f"this port cannot be used ({error.strerror or error})"
         remedy = "Give another --port, or --port 0 for any that is free."
         raise ConfigurationError(problem, setting="--port", value=port, remedy=remedy) from error
     token, port = secrets.token_urlsafe(24), listening.getsockname()[1]
@@ -122,5 +122,5 @@ def _refusing(answer: Callable[[Request], Any]) -> Callable[[Request], Response]
 def _number(request: Request, name: str, default: str = "") -> int:
     text = request.query_params.get(name, default)
     if not (text.isascii() and text.isdigit() and len(text) < 19):
-        raise HTTPException(400, f"{name}: a whole number is needed")
+        raise HTTPException(400, f"{name}: this must be a whole number")
     return int(text)

@@ -1,4 +1,4 @@
-"""Where a run stands: does it still train, how far is it, how long will it take, and its numbers now.
+"""The status of a run: is it running, its step, its remaining time, its latest metrics.
 
 Judged by what the run itself has written: its metrics, its log beside them, and Hydra's copy of its config. That leads
 to its recipe, too, and to the curves of the paper's figures beside it, `expected.csv`.

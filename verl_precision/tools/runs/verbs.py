@@ -19,26 +19,26 @@ Names = list[str] | None
 @verb("A run", needs=(*FIGURES, "verl", "ray"), context_settings={"ignore_unknown_options": True})
 def compare(
     config: Annotated[Path, Argument(help="A recipe's YAML, e.g. recipes/quickstart/quickstart.yaml.")],
-    overrides: Annotated[Names, Argument(help="Hydra overrides for every run: trainer.total_training_steps=4.")] = None,
+    overrides: Annotated[Names, Argument(help="Hydra overrides of all runs: trainer.total_training_steps=4.")] = None,
     precision: Annotated[Names, Option("--precision", "-p", help="Preset. Default: bf16 and fp16. Repeatable.")] = None,
     estimator: Annotated[Names, Option("--estimator", "-e", help="Preset, run in each precision. Repeatable.")] = None,
-    arm: Annotated[Names, Option(help="In place of -p and -e: an arm of the recipe, or `all`. Repeatable.")] = None,
+    arm: Annotated[Names, Option(help="Instead of -p and -e: an arm of the recipe, or `all`. Repeatable.")] = None,
     seed: Annotated[list[int] | None, Option(min=0, help="Run each arm with this seed. Repeatable.")] = None,
-    parallel: Annotated[int, Option(min=1, help="Runs at a time. Each needs the memory of one: on a CPU, 8 GiB.")] = 1,
-    output: Annotated[Path, Option(help="Results go to the folder <output>/<recipe>/<time>.")] = Path("outputs"),
-    restart: Annotated[bool, Option("--restart", help="Start anew, whatever was interrupted.")] = False,
-    pass_score: Annotated[float | None, Option(help="Say which runs end with a mean reward above this value.")] = None,
-    pass_steps: Annotated[int, Option(min=1, help="With --pass-score: number of last steps of the mean.")] = 4,
+    parallel: Annotated[int, Option(min=1, help="Number of runs at a time. On a CPU each needs 8 GiB of memory.")] = 1,
+    output: Annotated[Path, Option("--output", "-o", help="Results: FOLDER/<recipe>/<time>.")] = Path("outputs"),
+    restart: Annotated[bool, Option("--restart", help="Start again, even if a comparison was interrupted.")] = False,
+    pass_score: Annotated[float | None, Option(help="Report which runs end with a mean reward above N.")] = None,
+    pass_steps: Annotated[int, Option(min=1, help="With --pass-score: average the reward over the last N steps.")] = 4,
 ) -> None:
-    """Run one recipe in several precisions and show the mismatch of each: one run after the other, or a whole grid.
+    """Run one recipe in several precisions, estimators or seeds, and compare reward and mismatch.
 
-    What is compared is an arm: a precision; with -e, each estimator in each precision; or, with --arm, what the recipe
-    itself lists as `arms: {clipped: [OVERRIDE, ...], ...}`. With --seed, for a recipe with the key `seed`, each arm
-    runs once for each seed: -e grpo -e gspo --seed 1 --seed 2 are eight runs, grpo-bf16/seed_1 to gspo-fp16/seed_2.
+    The command compares arms. An arm is a precision; with -e, an estimator in a precision; with --arm, an entry of the
+    recipe's `arms: {clipped: [OVERRIDE, ...], ...}`. With --seed, for a recipe with the key `seed`, each arm runs once
+    for each seed: -e grpo -e gspo --seed 1 --seed 2 makes eight runs, grpo-bf16/seed_1 to gspo-fp16/seed_2.
 
     Writes summary.json, comparison.png, report.html and, for each run, metrics.jsonl, train.log and checkpoints.
-    Ctrl-C, SIGTERM and SIGHUP end every process of every run. The same command goes on where a comparison was
-    interrupted: finished runs are not repeated, and those that were under way resume from their last checkpoints.
+    Ctrl-C, SIGTERM and SIGHUP end every process of every run. The same command continues an interrupted comparison:
+    finished runs are not repeated, and the others resume from their last checkpoints.
     """
     from verl_precision.tools.runs.compare.grid import check_arguments
     from verl_precision.tools.runs.compare.run import command_of, compare_runs, comparison_folder
@@ -49,21 +49,21 @@ def compare(
     runs = check_arguments(config, precisions, chosen, estimator or [], arm or [], seed or [])
     with comparison_folder(output / config.stem, command_of(config, runs, chosen), restart) as folder:
         if any(path.is_dir() for path in folder.iterdir()):  # a run's
-            say(f"This comparison was interrupted and goes on in {folder}. To start anew, add --restart.")
-        with after_ctrl_c(f"every process of the run has ended, and the same command goes on in {folder}"):
+            say(f"This comparison was interrupted; it continues in {folder}. To start again, add --restart.")
+        with after_ctrl_c(f"every process of the run has ended; the same command continues in {folder}"):
             compare_runs(config, runs, chosen, folder, console, bar, parallel)
 
 
 @verb("A run", needs=("jinja2",))
 def report(
-    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Metrics (.jsonl), console log, or a folder.")],
-    output: Annotated[Path, Option(help="The page to write.")] = Path("report.html"),
+    runs: Annotated[list[Path], Argument(metavar="RUN", help="Metrics (.jsonl), console log, or a folder.")],
+    output: Annotated[Path, Option("--output", "-o", metavar="FILE", help="Page to write.")] = Path("report.html"),
     force: Annotated[bool, Option("--force", help="Replace a file that is not an earlier report.")] = False,
 ) -> None:
     """Write one HTML page about runs: reward, mismatch, clipping, loss scale, alarms. Several runs are overlaid.
 
-    The page needs no network and no other file. The same page of runs that still train: verl-precision watch. A run
-    that cannot be read is named, and the exit code is 1; the page has the others.
+    The page needs no network and no other file. For runs that still train, use verl-precision watch. If a run cannot be
+    read, the page shows the others, and the exit code is 1.
     """
     from verl_precision.tools.runs.content import recorded_content
     from verl_precision.tools.runs.page import write_page
@@ -80,16 +80,16 @@ def report(
 
 @verb("A run", needs=("jinja2", "starlette", "uvicorn"))
 def watch(
-    runs: Annotated[list[Path], Argument(metavar="FOLDER...", help="Of a run, of several, or of one that will begin.")],
-    once: Annotated[bool, Option("--once", help="Print a table of where the runs stand, and end.")] = False,
-    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on. 0: any that is free.")] = 8421,
+    runs: Annotated[list[Path], Argument(metavar="FOLDER", help="Folder of one or more runs; a run may start later.")],
+    once: Annotated[bool, Option("--once", help="Print a table of the runs' progress, and exit.")] = False,
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on. 0: any free port.")] = 8421,
 ) -> None:
     """Show runs on one local page while they train: reward, mismatch, alarms, time left, the tokens behind a number.
 
-    The page follows the files that runs write, and writes nothing. A run may begin, be killed or go on while it is
-    open. A click on a curve leads to the tokens of that step, if the run has kept some (mismatch.keep_tokens=16).
+    The page reads the files of the runs and writes nothing. Runs may start, stop or resume while it is open. A click on
+    a curve shows the tokens of that step, if the run keeps tokens (mismatch.keep_tokens=16).
 
-    The address has a secret token, and only this machine can ask for it. From another machine, use the SSH line that is
+    The address has a secret token and works only on this machine. From another machine, use the SSH command that is
     printed. Ctrl-C ends the page, not the runs. With --once the exit code is 0 unless a run cannot be read.
     """
     from verl_precision.tools.runs.content import Live
@@ -117,20 +117,20 @@ def watch(
     try:
         serve(live, port, say_where)
     except KeyboardInterrupt:
-        say("the page has ended; the runs go on")
+        say("the page has ended; the runs continue")
 
 
 @verb("Set-up")
-def recipes(folder: Annotated[Path, Argument(help="Folder that gets recipes/; created if need be.")] = Path()) -> None:
-    """Write the recipes that the package carries into FOLDER/recipes, to run and to edit: no clone is needed.
+def recipes(folder: Annotated[Path, Argument(help="Folder in which recipes/ is written.")] = Path()) -> None:
+    """Write the package's recipes into FOLDER/recipes, to run and edit without a clone.
 
-    With them go cpu.lock and gpu.lock: all packages, in tested versions. Commands in the recipes' headers are meant for
-    FOLDER as the current folder. A recipes/ that is there is left alone.
+    It also writes cpu.lock and gpu.lock, which pin all packages in tested versions. Run the commands of the recipes'
+    headers in FOLDER. An existing recipes/ is not changed.
     """
     target = folder / "recipes"
     if target.exists():
-        problem, allowed = "it exists; nothing was written", "a folder without recipes/, or a new one"
-        remedy = "Name another folder, or move yours away."
+        problem, allowed = "this folder exists; nothing was written", "a folder without recipes/, or a new one"
+        remedy = "Name another folder, or move the existing one away."
         raise ConfigurationError(problem, setting="FOLDER", value=str(target), allowed=allowed, remedy=remedy)
     with new_folder(target) as scratch:
         ignore = shutil.ignore_patterns("__pycache__")

@@ -1,1 +1,1 @@
-"""`verl-precision selftest`: is this machine fit for FP16 RL? The acceptance test of a machine, for its owner."""
+"""`verl-precision selftest`: the acceptance test of a machine for FP16 RL."""

@@ -55,7 +55,7 @@ def _stops(device: str, folder: Path, override: str, words: str) -> Figures:
         _run(device, folder, "trainer.total_training_steps=1", override)
     except RunFailedError as error:
         first = next((line for line in str(error).splitlines() if words in line), None)
-        require(first is not None, f"the run stopped for another reason: {error}")
+        require(first is not None, f"the run stopped, but for another reason: {error}")
         return {"message": str(first).strip()[:200]}
     raise CheckFailedError("the run went on with the planted fault")
 
@@ -65,7 +65,7 @@ def _overflows(device: str, folder: Path) -> Figures:
     rows = _run(device, folder, "trainer.total_training_steps=2", f"{_LOSS_SCALE}.initial={_TOO_LARGE}")
     found = [(row["precision/skipped_steps"], row["precision/loss_scale"]) for row in rows]
     expected = [(1, _TOO_LARGE / 2), (1, _TOO_LARGE / 4)]
-    require(found == expected, f"skipped updates and loss scales are {found}, and {expected} were expected")
+    require(found == expected, f"skipped updates and loss scales are {found}; expected were {expected}")
     return {"last_scale": found[-1][1]}
 
 
@@ -77,7 +77,7 @@ def _compares(device: str, folder: Path) -> Figures:
         _healthy(rows, steps=3)
         gaps[precision] = sum(row[K3_KL] for row in rows) / len(rows)
     times = gaps["bf16"] / gaps["fp16"]
-    require(times > 10, f"the k3 KL is only {times:.1f} times smaller in FP16; expected are 50 to 100 times")
+    require(times > 10, f"the k3 is only {times:.1f} times smaller in FP16; expected are 50 to 100 times")
     return {"k3_fp16": gaps["fp16"], "k3_bf16": gaps["bf16"], "times": times}
 
 
@@ -113,7 +113,7 @@ _MERGED = "actor_rollout_ref.model.lora.merge"
 # By name on the command line and in selftest.json.
 CHECKS = {
     "tied_model": Check(
-        "a tied model trains, sleeps, wakes; every layer verified",
+        "a model with tied embeddings trains; all layers verified",
         partial(_trains, overrides=["tiny_architecture=qwen3_tied"], reports="verified_layers", sleeps=True),
     ),
     "moe": Check(

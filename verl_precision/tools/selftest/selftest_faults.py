@@ -1,4 +1,4 @@
-"""Faults that `verl-precision selftest` plants in the rollout of a run of its own: does the run stop?"""
+"""Faults that `verl-precision selftest` injects into the rollout of its own short run; the run must stop."""
 
 from torch import Tensor
 

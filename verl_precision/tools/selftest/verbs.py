@@ -14,14 +14,14 @@ from verl_precision.cli.verb import console, say, verb
 def selftest(
     only: Annotated[
         list[str] | None,
-        Option(help="Name of a check, e.g. flipped_bit; a wrong name lists all. Repeat it for several."),
+        Option(help="Name of a check, e.g. flipped_bit; an unknown name prints all. Repeat the option for several."),
     ] = None,
-    output: Annotated[Path | None, Option(help="Folder of the results.")] = None,
+    output: Annotated[Path | None, Option("--output", "-o", help="Folder of the results.")] = None,
 ) -> None:
     """Test whether this machine is fit for FP16 RL: short runs of verl, vLLM and Ray, overflows, planted faults.
 
-    One GPU is enough; on a CPU the checks that need one are not run, and a line says why. Writes selftest.json and the
-    log of each check. The exit code is 1 if a check failed.
+    One GPU is enough. On a CPU, checks that need a GPU are not run. Writes selftest.json and the log of each check. The
+    exit code is 1 if a check failed.
     """
     import torch
 
@@ -30,5 +30,7 @@ def selftest(
     folder = output or Path("outputs") / "selftest" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     with after_ctrl_c(f"every process has ended. Results until then: {folder}"):
         outcomes = run_selftest(folder, "cuda" if torch.cuda.is_available() else "cpu", only or [], console)
-    say(f"Results: {folder}")
-    raise Exit(1 if any(outcome.status == "failed" for outcome in outcomes) else 0)
+    failed = any(outcome.status == "failed" for outcome in outcomes)
+    then = "read the log of the failed check" if failed else "verl-precision check -- COMMAND"
+    say(f"results: {folder}\nnext: {then}")
+    raise Exit(failed)

@@ -56,7 +56,7 @@ def test_settings_follow_the_config(quickstart, change, name, value):
 @pytest.mark.parametrize("change", ["actor_rollout_ref.actor.strategy=megatron", f"{ROLLOUT}.name=sglang"])
 def test_another_engine_is_refused(quickstart, change):
     setting, _, value = change.partition("=")
-    with pytest.raises(ConfigurationError, match=f"{setting}='{value}'.*Allowed: .*Explain the model alone"):
+    with pytest.raises(ConfigurationError, match=f"{setting}='{value}'.*Allowed: .*to explain the model alone"):
         explained_by(changed(quickstart, change))
 
 
@@ -111,7 +111,7 @@ def test_metrics_beside_the_checkpoints_of_a_run(run_folder, tmp_path, typed):
 def test_a_run_without_config(root, typed):
     code, said = typed("explain", "--run", root / "tests" / "data" / "quickstart" / "fp16" / "metrics.jsonl")
     assert code == 0
-    assert "It has left no config." in said and "verl-precision explain --recipe RECIPE.yaml" in said
+    assert "This run has no config." in said and "verl-precision explain --recipe RECIPE.yaml" in said
 
 
 @pytest.mark.parametrize(("arguments", "words"), [

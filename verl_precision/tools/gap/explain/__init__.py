@@ -1,1 +1,1 @@
-"""Which cause makes a gap between rollout and trainer (`verl-precision explain`; docs/gap.md has the path)."""
+"""The causes of a gap between rollout and trainer (`verl-precision explain`; docs/gap.md shows the steps)."""

@@ -40,7 +40,7 @@ def rows(result: Result) -> list[tuple[str, ...]]:
 
 
 def advice(result: Result) -> list[Finding]:
-    """Return the steps against which something should be done: the faults, or else the largest cost of a dtype."""
+    """Return the steps that need a remedy: the faults, or else the largest cost of a dtype."""
     faults = [each for each in result.findings if each.fault]
     return faults or [each for each in result.findings if each.part.k3 > 0][:1]
 
@@ -53,7 +53,7 @@ def show(job: Explanation, result: Result, console: Console) -> None:
     for each in advice(result):
         say(f"{each.variant.cause}: {each.cause.remedy}. Effect: {each.cause.effect}.", console)
     if left_out := result.attribution.left_out:
-        say(f"{left_out} tokens have no finite log-prob in some variant, and are left out.", console)
+        say(f"{left_out} tokens have no finite log-prob in at least one variant and are left out.", console)
 
 
 def write(folder: Path, job: Explanation, result: Result, envelope: Mapping[str, Any]) -> None:

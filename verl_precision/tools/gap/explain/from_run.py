@@ -1,4 +1,4 @@
-"""The settings that a recipe or a run would have explained."""
+"""The settings of `explain` for a recipe or a run."""
 
 import shlex
 from pathlib import Path
@@ -28,8 +28,8 @@ def explained_by(config: DictConfig) -> dict[str, Any]:
     ):
         if value not in allowed:
             raise ConfigurationError(
-                "explain has no engine for it", setting=f"actor_rollout_ref.{setting}", value=value,
-                allowed=" or ".join(allowed), remedy="Explain the model alone: leave --recipe and --run out.",
+                "explain has no engine for this setting", setting=f"actor_rollout_ref.{setting}", value=value,
+                allowed=" or ".join(allowed), remedy="Leave out --recipe and --run to explain the model alone.",
             )  # fmt: skip
     on_gpu = config.trainer.device != "cpu"
     verls_fp32 = on_gpu or actor.compute == "fp32"  # verl's own engine takes log-probs in the logits' dtype on a CPU
@@ -69,14 +69,14 @@ def show_run(source: Path, console: Console) -> None:
         problem, remedy = "there are several runs in it", f"Name one of {names}."
         raise ConfigurationError(problem, setting="--run", value=str(source), allowed="one run", remedy=remedy)
     found = (recorded_config(folder) for folder in (source, run.path.parent, run.path.with_suffix("")))
-    say(f"The gap that it measured, and its alarms: verl-precision report {run.path}")
+    say(f"For the gap that this run measured, and its alarms: verl-precision report {run.path}")
     config = next((config for config in found if config is not None), None)
     if config is None:
-        say("It has left no config. A rerun tells the share of each cause: verl-precision explain --recipe RECIPE.yaml")
+        say("This run has no config. For the share of each cause: verl-precision explain --recipe RECIPE.yaml")
         return
     settings = explained_by(config)
     causes = ", ".join(one.cause for one in variants(Explanation(**settings))[1:])
-    say(f"A rerun tells the share of each cause ({causes}):")
+    say(f"To measure the share of each cause ({causes}), run:")
     say(f"verl-precision explain {shlex.join(as_options(Explanation, settings))}")
     if lora_rank(config):
-        say("It trains an adapter, which is left out: the rerun explains its base model.")
+        say("The run trains an adapter. The command leaves it out and explains the base model.")

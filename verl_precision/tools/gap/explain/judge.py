@@ -1,4 +1,4 @@
-"""How a gap is shared among the steps of a path, and which steps are faults rather than the cost of a dtype.
+"""Divides a gap among the steps of a path, and finds steps that are faults and not the cost of a dtype.
 
 In a mixture of experts the effect of other choices is a cause of its own (`routing` in docs/gap.md). H(R) are
 the log-probs that the trainer's engine gives in FP32 when it computes with choices R. A step that changes the choices
@@ -24,7 +24,7 @@ _SMALL = 1e-6  # below this gap k3(g)/g is g/2 to nine digits
 
 @dataclass(frozen=True)
 class Cause:
-    """What is known of a cause; `causes.yaml` explains each field."""
+    """A cause; `causes.yaml` explains each field."""
 
     title: str
     remedy: str
@@ -38,7 +38,7 @@ CAUSES = {name: Cause(**known) for name, known in table_of(__file__, "causes.yam
 
 @dataclass(frozen=True)
 class Part:
-    """What one step of the path does."""
+    """The effect of one step of the path."""
 
     nats: float  # its part of the mean |g|, nats. Negative where it undoes what others do
     k3: float  # its part of the k3
@@ -64,7 +64,7 @@ class Attribution:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is said of one step."""
+    """The verdict on one step."""
 
     variant: Variant
     cause: Cause
@@ -75,7 +75,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Result:
-    """What was found."""
+    """The result of an explanation."""
 
     chain: list[Variant]  # the variants from rollout to trainer, and with a mixture of experts `routing` at the end
     findings: list[Finding]  # of each step, faults first
@@ -153,7 +153,7 @@ def judge(
 def with_routing(
     chain: Sequence[Variant], log_probs: Mapping[str, np.ndarray], routing: Routing, kept: Collection[str]
 ) -> tuple[list[Variant], list[np.ndarray]]:
-    """Take what other choices do out of the steps, and return path and log-probs with one step more, which has it.
+    """Move the effect of other choices of experts from the steps into a step of its own; return path and log-probs.
 
     Steps of the causes `kept` keep it: other weights choose other experts, and that is not rounding.
     """
@@ -163,7 +163,7 @@ def with_routing(
         if after.cause not in kept:
             moved = moved + routing[after.name] - routing[before.name]
         found.append(log_probs[after.name] - moved)
-    step = replace(chain[-1], name="routed", cause="routing", words="with the experts that it chooses itself")
+    step = replace(chain[-1], name="routed", cause="routing", words="with its own choice of experts")
     return [*chain, step], [*found, log_probs[chain[-1].name]]
 
 

@@ -112,7 +112,7 @@ def _engine(job: Explanation, variant: Variant, model: str, length: int, vllm: C
 
 
 def rounded_copy(model: str, dtype: str, target: Path) -> str:
-    """Return where weights are that are rounded to bf16 or fp16: the model itself if it has such, else a copy.
+    """Return a folder with weights rounded to bf16 or fp16: the model itself if it has them, else a copy.
 
     The copy is made in the folder `target`; one that exists is used again.
     """

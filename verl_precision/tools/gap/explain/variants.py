@@ -1,9 +1,8 @@
 """The path from the rollout's log-probs to the trainer's: each variant changes one thing of the one before.
 
-So whatever separates two neighbours is measured, and the parts of a token's gap add up to it. What a job does not have
-is left out. Between `rollout_precision` and `trainer_precision` all is FP32: there two right engines differ by FP32's
-rounding alone, which is five orders of magnitude below BF16's, and anything else is a fault that no precision hides.
-In exact arithmetic two right engines do not differ, and no step is in FP32.
+So each difference between neighbours is measured, and the parts of a token's gap add up to it. Steps that do not apply
+are left out. Between `rollout_precision` and `trainer_precision` all is FP32. There two correct engines differ only by
+FP32's rounding, five orders of magnitude below BF16's; more is a fault. Exact arithmetic needs no step in FP32.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ REPLAYED = "replayed"  # off the path: the trainer's engine in FP32, with the ex
 
 @dataclass(frozen=True)
 class Variant:
-    """Something that gives log-probs to the tokens."""
+    """A way to compute log-probs of the tokens."""
 
     name: str  # its name in the journal
     cause: str  # what separates it from the variant before

@@ -45,9 +45,9 @@ def measure(store: Store, rollout: str, train: str) -> Pair:
     filled_B = lengths_B > 0
     empty = int((~filled_B).sum())
     if not filled_B.any():
-        problem = f"all {empty} responses sampled in {rollout} are empty: the model ends at once"
+        problem = f"all {empty} responses sampled in {rollout} are empty: the model ended each one at once"
         remedy = "Check --prompts and the model's chat template."
-        raise ConfigurationError(problem, allowed="prompts that it answers", remedy=remedy)
+        raise ConfigurationError(problem, allowed="prompts that the model answers", remedy=remedy)
     offsets, gap_N = np.concatenate([[0], np.cumsum(lengths_B)]), pi_N - mu_N
     pi, mu = (torch.nested.nested_tensor_from_jagged(torch.tensor(x), torch.tensor(offsets)) for x in (pi_N, mu_N))
     k3_N = np.expm1(gap_N) - gap_N

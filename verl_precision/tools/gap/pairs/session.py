@@ -30,7 +30,7 @@ _COLUMNS_IF_ANY = (("non-finite", "nonfinite_tokens", ".0f"), ("positive", "posi
 
 
 def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
-    """Do what is missing in the job's folder, write the results, and return them: one for each pair of dtypes."""
+    """Finish the job in its folder, write the results, and return them: one for each pair of dtypes."""
     under_way, model = Job(job, console), find_model(job.model)
     model.require_dtypes("--rollout-dtype", job.rollout_dtypes)
     model.require_arithmetic(job.arithmetic)
@@ -53,7 +53,8 @@ def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
     under_way.write(summary(pairs, len(prompt_ids)), markdown(pairs, job, installed_versions(), len(prompt_ids)))
     title = "/".join(Path(job.model).parts[-2:])  # a folder may be called `model`
     figures = write_figures(job.folder, pairs, title)
-    under_way.show_written(["table.md", "summary.json", *figures])
+    cause = f"\nnext, what causes the gap: verl-precision explain --model {job.model}"
+    under_way.show_written(["table.md", "summary.json", *figures], cause)
     return pairs
 
 

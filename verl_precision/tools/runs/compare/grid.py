@@ -40,7 +40,7 @@ def run_name(arm: str, seed: int | None) -> str:
 def preset_arms(precisions: Sequence[str], estimators: Sequence[str] = ()) -> Arms:
     """Return an arm for each precision, or for each estimator with each precision; refuse presets that are unknown."""
     for option, chosen in (("precision", precisions), ("estimator", estimators)):
-        _require_known(f"--{option}", chosen, preset_names(option), "there is no such preset")
+        _require_known(f"--{option}", chosen, preset_names(option), "there is no preset of this name")
         require_each_once(f"--{option}", chosen, "each preset once")
     if not estimators:
         return {precision: (f"precision={precision}",) for precision in precisions}
@@ -51,14 +51,14 @@ def recipe_arms(recipe: Path, names: Sequence[str]) -> Arms:
     """Return the arms with these names, or with `all` every one, of a recipe's own `arms: {name: [override, ...]}`."""
     known: Any = OmegaConf.to_container(read_recipe(recipe), resolve=False).get("arms")
     if not isinstance(known, dict) or not known:
-        allowed = "the names in a recipe's `arms: {name: [override, ...], ...}`"
+        allowed = "one of the names in a recipe's `arms: {name: [override, ...], ...}`"
         remedy = "Add that key to the recipe, or compare precisions with -p and estimators with -e."
         raise _refused("--arm", names[0], f"{recipe} has no arms", allowed, remedy)
     for name, overrides in known.items():
         is_list = isinstance(overrides, list) and all(isinstance(o, str) and re.search("^~|=", o) for o in overrides)
         if not is_list or not isinstance(name, str) or not _ARM_NAME.fullmatch(name) or name == ALL:
             allowed = "names of letters, digits and _ . = + -, but not `all`; lists of Hydra overrides, [] for none"
-            raise _refused(f"arms.{name}", overrides, f"this is no arm of {recipe}", allowed)
+            raise _refused(f"arms.{name}", overrides, f"this is not a valid arm of {recipe}", allowed)
     require_each_once("--arm", names, "each arm once")
     if list(names) == [ALL]:
         names = list(known)
@@ -85,8 +85,8 @@ def check_arguments(
     """Return the runs of a comparison, or refuse what cannot be compared; the overrides are for every run."""
     require_recipe(config)
     if arms and (precisions or estimators):
-        allowed, remedy = "--arm, or --precision and --estimator, not both", "Put -p and -e into the recipe's arms."
-        raise _refused("--arm", " ".join(arms), "an arm of the recipe says itself what differs", allowed, remedy)
+        allowed, remedy = "--arm, or --precision and --estimator, not both", "Write -p and -e into the recipe's arms."
+        raise _refused("--arm", " ".join(arms), "an arm of the recipe already defines what differs", allowed, remedy)
     runs = with_seeds(recipe_arms(config, arms) if arms else preset_arms(precisions, estimators), seeds)
     require_overrides(overrides)
     require_each_once("--seed", seeds, "each seed once")
@@ -95,12 +95,12 @@ def check_arguments(
     for override in (*overrides, *(own for run in runs for own in run.overrides)):
         key, value = _key(override), override.partition("=")[2]
         if key == "trainer.default_local_dir":
-            allowed = "nothing: each run has its own, <output>/<recipe>/<time>/<run>/checkpoints"
-            remedy = "Leave it out, and give --output a folder on the disk that you want."
-            raise _refused(key, value, "the runs would go on from each other's checkpoints", allowed, remedy)
+            allowed = "no value: each run has its own folder, <output>/<recipe>/<time>/<run>/checkpoints"
+            remedy = "Leave it out, and choose the disk with --output."
+            raise _refused(key, value, "the runs would resume from each other's checkpoints", allowed, remedy)
         if override in overrides and key in of_runs:
-            allowed, remedy = "settings in which the runs do not differ", "Leave it out, or change the arms."
-            raise _refused(key, value, f"the run {of_runs[key].name} has a value of its own for it", allowed, remedy)
+            allowed, remedy = "a setting that is the same in all runs", "Leave it out, or change the arms."
+            raise _refused(key, value, f"the run {of_runs[key].name} sets another value for it", allowed, remedy)
     return runs
 
 

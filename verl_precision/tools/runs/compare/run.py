@@ -39,7 +39,7 @@ from verl_precision.tools.runs.read import Run, read_runs
 from verl_precision.tools.show.tables import write_json
 
 COMMAND, SUMMARY, FIGURE, REPORT = "comparison.json", "summary.json", "comparison.png", "report.html"
-_REMEDY = "Move it away: runs that it has are then made again."
+_REMEDY = "Move it away; its runs are then repeated."
 
 logger = logging.getLogger("verl_precision.compare")
 
@@ -81,7 +81,7 @@ def _interrupted(path: Path, command: dict[str, Any]) -> bool:
     try:
         recorded = read_state(path, dict[str, Any], _REMEDY)
     except CheckpointStateError as error:  # whose folder it is, nobody knows
-        logger.warning("a comparison is passed over: %s", error)
+        logger.warning("an earlier comparison is ignored: %s", error)
         return False
     return recorded == command and not seconds_of_runs(path.parent).keys() >= command["runs"].keys()
 
@@ -140,7 +140,7 @@ def compare_runs(
                     failed.set()
                     errors.append(error)
                     if any(other.running() for other in futures):
-                        text = f"{futures[future].name} has failed; what is under way goes on, then the reason is shown"
+                        text = f"{futures[future].name} has failed; the others continue, then the reason is shown"
                         console.print(text, highlight=False, soft_wrap=True)
         except BaseException:
             interrupted.set()
@@ -183,7 +183,7 @@ def _show(console: Console, folder: Path, runs: list[Run], summaries: list[Summa
         console.print("\n".join(pass_bar.sentence(run.name, run.rows) for run in runs), highlight=False)
     run_folder = f"{folder}/<arm>" + ("/seed_<n>" if summaries[0].seed is not None else "")
     text = f"written: {FIGURE}, {REPORT} and {SUMMARY} in {folder}; metrics.jsonl and train.log in {run_folder}\n"
-    text += f"which cause makes a run's gap: verl-precision explain --run {run_folder}"
+    text += f"next, what causes the gap of a run: verl-precision explain --run {run_folder}"
     console.print(text, highlight=False, soft_wrap=True)
 
 

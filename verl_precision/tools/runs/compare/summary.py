@@ -49,7 +49,7 @@ def summarise(rows: Rows, seconds_total: float, arm: str, **about: Any) -> Summa
     if missing := [key for key in needed if not of[key]]:
         problem = f"the run did not report {', '.join(missing)}. The mismatch is measured with mismatch.enabled=True, "
         problem += "which every preset sets"
-        remedy = "Leave it so, and look into the log for a measurement that failed."
+        remedy = "Keep it enabled, and look in the log for a failed measurement."
         raise ConfigurationError(problem, setting="precision", value=arm, remedy=remedy)
     window = max(1, min(REWARD_STEPS, len(of[REWARD]) // 2))
     return Summary(

@@ -1,4 +1,4 @@
-"""Stands in for `python` where Ray starts a worker: has a template process fork one that has imported everything.
+"""Replaces `python` when Ray starts a worker: a template process that has imported everything forks the worker.
 
     python -I -S client.py FOLDER [-u] [-B] (SCRIPT | -m MODULE) [ARGUMENT ...]
 
