@@ -177,7 +177,7 @@ def test_settings_of_git_do_not_matter(release, series, monkeypatch, tmp_path):
 def test_git_missing_and_a_result_that_was_not_recorded_are_said(release, series, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("PATH", "/nowhere")
-        with pytest.raises(PatchError, match=r"git: not found.*Install git\."):
+        with pytest.raises(PatchError, match=r"git was not found.*Install git\."):
             change_tree(release, APPLIED)
     series.files[NEW][APPLIED], before = "0" * 64, snapshot(release)
     with pytest.raises(PatchError, match=f"{NEW}: not what is recorded in .*; nothing was changed"):
