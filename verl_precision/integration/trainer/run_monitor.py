@@ -202,7 +202,7 @@ class RunMonitor:
         return stop
 
     def save(self, folder: Path, metrics: Mapping[str, Any]) -> None:
-        """Write the alarm's state beside a checkpoint, and the finite numbers of its step, for the model card."""
+        """Write the alarm's state beside a checkpoint, and the finite metrics of its step, for the model card."""
         write_file(folder / ALARM_FILE, json.dumps(self.alarm.state_dict()), replace=True)
         numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, Real)}
         finite = {key: value for key, value in numbers.items() if math.isfinite(value)}

@@ -87,7 +87,7 @@ def model_card(checkpoint: Path, dtype: str) -> str:
     run = run_in(checkpoint.parent)
     settings: dict[str, Any] = dict(run.settings) if run is not None else {}
     numbers = partial(checked, dict[str, float])
-    metrics = read_state(checkpoint / STEP_METRICS, numbers, "Remove it: the card then says less.") or {}
+    metrics = read_state(checkpoint / STEP_METRICS, numbers, "Remove it; the card then omits its figures.") or {}
     k3, base = metrics.get(names.K3_KL), str(settings.get("actor_rollout_ref.model.path", ""))
     text = Path(__file__).with_name("card.txt").read_text(encoding="utf-8")
     return Template(text, keep_trailing_newline=True).render(
