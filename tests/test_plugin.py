@@ -234,7 +234,7 @@ def test_what_a_registration_raises_fails_each_import_of_its_module(monkeypatch,
     monkeypatch.setattr(loading, "resolve_name", lambda name: planted)
     loading._when_imported("host_part", registration.make)
     for _ in range(2):
-        with pytest.raises(RegistrationError, match=r"host_part is there.*ImportError: planted"):
+        with pytest.raises(RegistrationError, match=r"host_part was imported, but.*ImportError: planted"):
             importlib.import_module("host_part")
 
 

@@ -86,9 +86,9 @@ def test_only_a_regular_file_is_opened_or_written_over(tmp_path, monkeypatch, ma
     make(tmp_path / "file")
     asked = []
     monkeypatch.setattr(os, "open", lambda *words, **more: asked.append(words))
-    with pytest.raises(ConfigurationError, match="file'?: it is no regular file"):
+    with pytest.raises(ConfigurationError, match="file'?: it is not a regular file"):
         next(opened(tmp_path / "file", mode=mode))
-    with pytest.raises(ConfigurationError, match="no regular file"):
+    with pytest.raises(ConfigurationError, match="not a regular file"):
         write_file(tmp_path / "file", "ours", replace=True)
     assert not asked
 
@@ -112,7 +112,7 @@ def test_errors_inside_name_the_file_and_one_that_is_not_there_is_told_apart(tmp
     with pytest.raises(FileNotFoundError):
         next(opened(path))
     path.write_bytes(b"1234")
-    with pytest.raises(ConfigurationError, match="file'?: it has 4 bytes, .* at most 3"):
+    with pytest.raises(ConfigurationError, match="file'?: it has 4 bytes; .* at most 3"):
         next(opened(path, most=3))
     for error in (ValueError("line 3 is odd"), KeyError("line 3"), RecursionError("line 3"), MemoryError("line 3")):
         reading = opened(path)

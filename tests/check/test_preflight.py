@@ -225,7 +225,7 @@ def test_rubbish_in_a_runs_folder_ends_its_start(config, own_folder, monkeypatch
 
 @pytest.mark.parametrize(("setting", "value", "words"), [
     ("hydra.overrides.task", ["precision=bf16", "precision=fp16"], "precision='fp16': precision=bf16 is given too"),
-    (TOKENS, "banana", f"{TOKENS}='banana': verl has a number or a switch here"),
+    (TOKENS, "banana", f"{TOKENS}='banana': verl expects a number or a switch here"),
     ("actor_rollout_ref.rollout.name", "???", "Set actor_rollout_ref.rollout.name=vllm"),
 ])  # fmt: skip
 def test_what_hydra_and_verl_take_without_a_word_ends_the_run_before_its_name(config, capsys, setting, value, words):

@@ -73,7 +73,9 @@ def test_a_model_that_is_known_by_its_name_is_looked_at_and_a_guess_is_said(path
     found = report(f"{GPUS} {GEMMA.replace('google/gemma-2-9b-it', path)}", **H100)
     assert errors(found) == {"vllm-refuses-fp16", "memory-training"} and "model-unknown" not in unchecked(found)
     guessed = unchecked(found).get("model-by-name", "")
-    assert ("that of google/gemma-2-9b-it, by its name" in guessed) == path.startswith("/")
+    assert (
+        "because of its name, its shape is assumed to be that of google/gemma-2-9b-it" in guessed
+    ) == path.startswith("/")
 
 
 @pytest.mark.parametrize(("meant", "why"), [
@@ -86,7 +88,7 @@ def test_a_path_that_is_not_here_is_no_error_of_a_run_that_is_elsewhere(meant, w
     assert not errors(found) and "model-missing" not in {each.name for each in found.faults}
     said = unchecked(found)
     assert "model-unknown" in said
-    assert f"({why})" in said["files-missing"] and "could not be looked at" in said["files-missing"]
+    assert f"({why})" in said["files-missing"] and "did not look at it" in said["files-missing"]
     assert ("gpu-unknown" in said) is not bool(meant)
 
 

@@ -163,7 +163,7 @@ def test_a_replica_that_does_not_answer_is_named_and_nothing_hangs(healthy, beha
 
 
 @pytest.mark.parametrize(("behaviour", "workers", "why"), [
-    ("has none", Workers(), "replica 0 returns no log-probs"),
+    ("has none", Workers(), "replica 0 returned no log-probs"),
     ("answers", Workers(error=RuntimeError("no engine")), "the trainer could not score it (RuntimeError: no engine)"),
 ])  # fmt: skip
 def test_a_canary_that_cannot_work_is_off_says_so_once_and_the_run_goes_on(caplog, behaviour, workers, why):

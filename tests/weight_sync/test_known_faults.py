@@ -190,7 +190,9 @@ def test_a_wake_up_that_loads_the_checkpoint_again(lone, monkeypatch, update):
     monkeypatch.setattr(lone, "model", AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32))
     monkeypatch.setattr(_worker(lone).model_runner.load_config, "load_format", "auto")
     reload_from_disk = partial(lone.engines[0].collective_rpc, "reload_weights")
-    _named_within_two_syncs(lone, reload_from_disk, update, words="to the last bit" if update == SMALL else "differ")
+    _named_within_two_syncs(
+        lone, reload_from_disk, update, words="did not change at all" if update == SMALL else "differ"
+    )
 
 
 @pytest.mark.parametrize("update", [SMALL, LARGE])
@@ -206,7 +208,7 @@ def test_a_loader_that_gives_its_first_weights_for_ever(lone, monkeypatch, updat
         patch.setattr(model, "load_weights", from_the_cache)
         lone.sync()
         assert lone.canary().problems == ()
-        _named_within_two_syncs(lone, lambda: None, update, words="to the last bit")
+        _named_within_two_syncs(lone, lambda: None, update, words="did not change at all")
 
 
 def test_an_adapter_merged_in_bf16(lone, monkeypatch):
@@ -215,7 +217,9 @@ def test_an_adapter_merged_in_bf16(lone, monkeypatch):
     move(adapted, 0.1)
     merged = full_weights(adapted.merge_and_unload())
     monkeypatch.setattr(lone, "_streams", lambda rank: [([(name, t.bfloat16()) for name, t in merged], {})])
-    with pytest.raises(WeightSyncError, match=r"lm_head\.weight: arrived in bfloat16, too coarse for a rollout in fl"):
+    with pytest.raises(
+        WeightSyncError, match=r"lm_head\.weight: arrived in bfloat16, which has fewer bits than the fl"
+    ):
         lone.sync()
     monkeypatch.setattr(lone, "_streams", lambda rank: [(merged, {})])
     assert lone.sync()[0].unverified_layers == 0, "as our engine merges it"

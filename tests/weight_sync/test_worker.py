@@ -141,12 +141,12 @@ _drop_one = without("layers.1.self_attn.q_norm.weight")
 
 @pytest.mark.parametrize(("damage", "message"), [
     ({"damage": _flip_one_bit}, r"layers\.3\.mlp\.up_proj\.weight: float32\[128, 64\] arrived with other values"),
-    ({"damage": _drop_one}, r"layers\.1\.self_attn\.q_norm\.weight: sent by the trainer, not received"),
+    ({"damage": _drop_one}, r"layers\.1\.self_attn\.q_norm\.weight: sent by the trainer, but not received"),
     ({"before": _drop_one}, r"layers\.1\.self_attn\.q_norm\.weight: no tensor of the sync was loaded into it"),
     ({"before": _drop_one, "manifest": False}, r"layers\.1\.self_attn\.q_norm\.weight: no tensor of the sync"),
     ({"damage": without(MANIFEST_NAME)}, "the manifest: announced by the trainer, but not received"),
-    ({"damage": without(ANNOUNCEMENT_NAME)}, r"embed_tokens\.weight: sent by the trainer, not received"),
-    ({"before": lambda stream: ((name, tensor.bfloat16()) for name, tensor in stream)}, "arrived in bfloat16, too"),
+    ({"damage": without(ANNOUNCEMENT_NAME)}, r"embed_tokens\.weight: sent by the trainer, but not received"),
+    ({"before": lambda stream: ((name, tensor.bfloat16()) for name, tensor in stream)}, "arrived in bfloat16, which has fewer bits"),
 ])  # fmt: skip
 def test_damage_on_the_way_is_named(damage, message):
     with pytest.raises(WeightSyncError, match=message):

@@ -163,5 +163,5 @@ def test_the_newest_before_the_step_is_marked_once(folder, step, kept):
     for _ in range(2):
         checkpoints.keep_checkpoint_before(step, folder)
     (mark,) = folder.glob(f"*/{checkpoints.MARK}")
-    assert mark.parent.name == f"global_step_{kept}" and f"step {step} on" in mark.read_text()
+    assert mark.parent.name == f"global_step_{kept}" and f"began at step {step}." in mark.read_text()
     checkpoints.keep_checkpoint_before(step, folder / "absent")

@@ -38,7 +38,7 @@ def test_a_head_without_gpus_does_not_count_and_does_not_harm():
     ({"versions": {**VERSIONS, "vllm": "0.24.0"}}, "b: versions", "vllm 0.24.0 (driver: missing)"),
     ({"plugin_loaded": False}, "b: plugin", "does not load it"),
     ({"sizes": {"data/x.parquet": None, "models/m": -1}}, "b: data/x.parquet", "not there (from /vp)"),
-    ({"sizes": {"data/x.parquet": 11, "models/m": -1}}, "b: data/x.parquet", "11 bytes, 10 on the driver"),
+    ({"sizes": {"data/x.parquet": 11, "models/m": -1}}, "b: data/x.parquet", "11 bytes, but 10 on the driver"),
     ({"failure": "ModuleNotFoundError: x"}, "b: answer", "ModuleNotFoundError"),
 ])  # fmt: skip
 def test_one_node_that_differs_is_one_finding(changes, what, words):

@@ -72,7 +72,7 @@ def test_a_command_is_composed_by_its_own_main(typed, name):
     ("-m verl.model_merger merge", NO_RL, f"runs {MAIN}"),
     ("", "does not start a main of verl", f"e.g. python -m {MAIN}"),
     (f"-m {MAIN} --config-name", "it is given without a value", "Write --config-name=VALUE."),
-    (f"-m {MAIN} -x", "this main has no such option", ""),
+    (f"-m {MAIN} -x", "there is no such option", ""),
     (f"-m {MAIN} {VLLM} trainer.experiment_name=it's", "Hydra cannot read `trainer.experiment_name=it's`", "quotes"),
     (f"-m {MAIN} {VLLM} +precision=fp61", "Available options in 'precision'", ""),
     (f"-m {MAIN} {VLLM} precision=fp16", "No match in the defaults list", ""),

@@ -71,7 +71,7 @@ class _Calls:
     *((SHARD, content, f"{SHARD} is incomplete, or is not a dictionary") for content in (
         b"", b"PK\3\4" + b"\0" * 900, pickle.dumps({"a": _Calls()}), pickle.dumps({"a": 1}),
     )),
-    (SHARD, None, f"{SHARD} is not whole"),
+    (SHARD, None, f"{SHARD} is incomplete"),
 ])  # fmt: skip
 def test_a_damaged_checkpoint_is_named_and_nothing_in_it_is_called(
     checkpoint, tmp_path, monkeypatch, file, content, words

@@ -121,7 +121,7 @@ def test_what_is_no_table_of_kept_tokens_is_refused(path):
 def test_what_is_no_regular_file_is_not_opened(path, make):
     path.mkdir()
     make(path / "step_1.parquet")
-    with pytest.raises(ConfigurationError, match="no regular file"):
+    with pytest.raises(ConfigurationError, match="not a regular file"):
         index_of(path)
 
 
