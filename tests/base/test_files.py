@@ -88,7 +88,7 @@ def test_only_a_regular_file_is_opened_or_written_over(tmp_path, monkeypatch, ma
     monkeypatch.setattr(os, "open", lambda *words, **more: asked.append(words))
     with pytest.raises(ConfigurationError, match="file'?: it is not a regular file"):
         next(opened(tmp_path / "file", mode=mode))
-    with pytest.raises(ConfigurationError, match="not a regular file"):
+    with pytest.raises(ConfigurationError, match="it is no regular file"):
         write_file(tmp_path / "file", "ours", replace=True)
     assert not asked
 
