@@ -146,7 +146,7 @@ _drop_one = without("layers.1.self_attn.q_norm.weight")
     ({"before": _drop_one, "manifest": False}, r"layers\.1\.self_attn\.q_norm\.weight: no tensor of the sync"),
     ({"damage": without(MANIFEST_NAME)}, "the manifest: announced by the trainer, but not received"),
     ({"damage": without(ANNOUNCEMENT_NAME)}, r"embed_tokens\.weight: sent by the trainer, but not received"),
-    ({"before": lambda stream: ((name, tensor.bfloat16()) for name, tensor in stream)}, "bfloat16, which has fewer bits"),
+    ({"before": lambda stream: ((name, tensor.bfloat16()) for name, tensor in stream)}, "which has fewer bits"),
 ])  # fmt: skip
 def test_damage_on_the_way_is_named(damage, message):
     with pytest.raises(WeightSyncError, match=message):
