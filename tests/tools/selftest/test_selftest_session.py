@@ -66,10 +66,10 @@ def test_a_run_that_is_not_done_in_time_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "verl_command", lambda *of: [sys.executable, "-c", "import signal; signal.pause()"])
     monkeypatch.setattr(launch, "_GRACE_SECONDS", 1)  # whatever the shell of the tests has made of SIGINT
     monkeypatch.setattr(checks, "SECONDS", 1)
-    before = psutil.Process().children()
+    before = set(psutil.Process().children())
     with pytest.raises(CheckFailedError, match="its run was not done after 1 s"):
         checks._run("cuda", tmp_path)
-    assert psutil.Process().children() == before
+    assert set(psutil.Process().children()) <= before
 
 
 def test_planted_faults_damage_one_tensor():
