@@ -276,3 +276,9 @@ def test_what_is_chosen_is_not_asked_for(remedy, asks_for):
     instead = f"Leave out a.b, or what else replaces a part of {asks_for}." if asks_for else remedy
     assert without_chosen(Fault("a.b", remedy=remedy), CHOSEN).remedy == instead
     assert without_chosen(Fault("a.b", remedy=remedy), OmegaConf.create()).remedy == remedy
+
+
+def test_presets_win_beside_a_key_that_is_refused_is_no_fault():
+    done = check("--json", f"{ROLLOUT}.name=vllm", PG, "+presets=win", f"{ACTOR}.no_such_key=1")
+    found = json.loads(done.stdout)["findings"]
+    assert [each["setting"] for each in found if each["name"] == "unknown-key"] == [f"{ACTOR}.no_such_key"]
