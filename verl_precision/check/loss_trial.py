@@ -66,13 +66,14 @@ def _answer(config: DictConfig, connection: Connection) -> None:
 
 def _try(config: DictConfig) -> TriedLoss:
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-    from verl.utils.import_utils import import_external_libs
 
     tried = TriedLoss()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if imported := config.actor_rollout_ref.model.get("external_lib"):
+                from verl.utils.import_utils import import_external_libs
+
                 import_external_libs(OmegaConf.to_object(imported) if OmegaConf.is_config(imported) else imported)
             name = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
             if (loss := POLICY_LOSS_REGISTRY.get(name)) is None:
