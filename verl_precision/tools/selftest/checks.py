@@ -138,11 +138,11 @@ CHECKS = {
     ),
     "lost_tensor": Check(
         "a tensor lost in a weight sync stops the run",
-        partial(_stops, override=f"{_EXTENSION}.LostTensor", words="never received"),
+        partial(_stops, override=f"{_EXTENSION}.LostTensor", words="but not received"),
     ),
     "bf16_sender": Check(
         "weights rounded to BF16 on the way stop the run",
-        partial(_stops, override=_ROUNDED, words="too coarse for a rollout in"),
+        partial(_stops, override=_ROUNDED, words="which has fewer bits than the"),
     ),
     "overflow": Check("an overflow skips the update and halves the loss scale", _overflows),
     "precision_gap": Check("BF16 has at least 10 times the mismatch of FP16", _compares),
