@@ -5,9 +5,10 @@ from pathlib import Path
 from matplotlib.colors import to_hex
 
 from verl_precision.tools.runs.content import recorded_content
-from verl_precision.tools.runs.figures import draw_comparison, write_comparison
+from verl_precision.tools.runs.figures import draw_comparison
 from verl_precision.tools.runs.read import REWARD, Run
 from verl_precision.tools.show.colours import COLOURS
+from verl_precision.tools.show.figures import write_png
 
 
 def run_of(name: str, rewards=(0.0, 1.0), k3=(1e-5, 1e-4), **more) -> Run:
@@ -49,5 +50,5 @@ def test_of_more_arms_than_colours_no_two_look_alike():
 def test_it_is_written_over_an_earlier_one(tmp_path):
     path = tmp_path / "comparison.png"
     path.write_text("an earlier one")
-    write_comparison(path, recorded_content([run_of("bf16")]), "a title")
+    write_png(path, drawn(run_of("bf16")), "a title")
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

@@ -2,16 +2,14 @@
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from verl_precision.base.files import new_file
 from verl_precision.tools.runs.curves import PANELS, Panel
-from verl_precision.tools.show.figures import style
+from verl_precision.tools.show.figures import new_figure, style
 
 STYLES = ("-", "--", ":", "-.")  # of curves whose colour comes again
 COMPARED = ("reward", "gap", "k3", "phantom")  # panels, of which those are drawn that a run has measured
@@ -24,8 +22,7 @@ def draw_comparison(content: Mapping[str, Any]) -> Figure:
     curves = content["curves"]
     measured = {name for curve in curves.values() for name in curve}
     panels = [panel for panel in PANELS if panel.name in COMPARED and _first(panel) in measured]
-    size = _WIDTH * len(panels), _HEIGHT + _LINE * math.ceil(len(curves) / _NAMES)
-    figure = Figure(figsize=size, layout="constrained")
+    figure = new_figure(_WIDTH * len(panels), _HEIGHT + _LINE * math.ceil(len(curves) / _NAMES))
     plots = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, panel in zip(plots, panels, strict=True):
         _draw(axes, panel, content)
@@ -34,14 +31,6 @@ def draw_comparison(content: Mapping[str, Any]) -> Figure:
     lines = {line.get_label(): line for axes in plots for line in axes.get_lines()}
     figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=_NAMES, frameon=False)
     return figure
-
-
-def write_comparison(path: Path, content: Mapping[str, Any], title: str) -> None:
-    """Write the figure with a title; one that exists is replaced."""
-    figure = draw_comparison(content)
-    figure.suptitle(title)
-    with new_file(path, replace=True) as scratch:
-        figure.savefig(scratch, dpi=150)
 
 
 def _first(panel: Panel) -> str:

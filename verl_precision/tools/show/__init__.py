@@ -1,5 +1,5 @@
 """Tables and figures, with one look for all verbs.
 
-figures   axes of one look
+figures   figures of one look, as PNG files
 tables    rows on the terminal and in Markdown; JSON; numbers as people read them
 """

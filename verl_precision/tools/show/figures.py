@@ -1,6 +1,23 @@
-"""Figures of one look."""
+"""Figures of one look, as PNG files."""
+
+from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from verl_precision.base.files import new_file
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of a size in inches, whose parts make room for each other."""
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def write_png(path: Path, figure: Figure, title: str) -> None:
+    """Write a figure with a title; a file that exists is replaced."""
+    figure.suptitle(title)
+    with new_file(path, replace=True) as scratch:
+        figure.savefig(scratch, dpi=150)
 
 
 def style(axes: Axes, x_label: str = "", y_label: str = "", title: str = "", grid: bool = True) -> None:

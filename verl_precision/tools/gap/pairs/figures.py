@@ -8,10 +8,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from verl_precision.base.files import new_file
 from verl_precision.tools.gap.pairs.measure import Pair
 from verl_precision.tools.show.colours import COLOURS
-from verl_precision.tools.show.figures import style
+from verl_precision.tools.show.figures import new_figure, style, write_png
 
 _TOKENS: dict[str, Any] = {"s": 3, "alpha": 0.25, "linewidths": 0, "rasterized": True}
 _RESPONSES: dict[str, Any] = {**_TOKENS, "s": 9, "alpha": 0.5}
@@ -50,16 +49,14 @@ def write_figures(folder: Path, pairs: list[Pair], title: str) -> list[str]:
         "sequences.png": _panels(pairs, "response length (tokens)", "log ratio of a response (nats)", sequences),
     }
     for name, figure in figures.items():
-        figure.suptitle(title)
-        with new_file(folder / name, replace=True) as scratch:
-            figure.savefig(scratch, dpi=150)
+        write_png(folder / name, figure, title)
     return list(figures)
 
 
 def _panels(pairs: list[Pair], x_label: str, y_label: str, draw: Callable[[Axes, Pair, str], str]) -> Figure:
     """Draw a panel for each pair, one row a rollout dtype; `draw(axis, pair, colour)` returns the corner's note."""
     rows, columns = len({pair.rollout for pair in pairs}), len({pair.train for pair in pairs})
-    figure = Figure(figsize=(3.1 * columns + 0.6, 2.7 * rows + 0.7), layout="constrained")
+    figure = new_figure(3.1 * columns + 0.6, 2.7 * rows + 0.7)
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for axis, pair in zip(axes.flat, pairs, strict=True):
         note = draw(axis, pair, COLOURS[pair.rollout != pair.train])

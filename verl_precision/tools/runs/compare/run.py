@@ -31,11 +31,12 @@ from verl_precision.tools.checking.composing import read_recipe
 from verl_precision.tools.runs.compare.grid import PlannedRun, preset_of, run_name
 from verl_precision.tools.runs.compare.summary import PassBar, Summary, ratios, summarise, table
 from verl_precision.tools.runs.content import recorded_content
-from verl_precision.tools.runs.figures import write_comparison
+from verl_precision.tools.runs.figures import draw_comparison
 from verl_precision.tools.runs.fork_server import workers_forked_on_cpu
 from verl_precision.tools.runs.launch import run_verl
 from verl_precision.tools.runs.page import write_page
 from verl_precision.tools.runs.read import Run, read_runs
+from verl_precision.tools.show.figures import write_png
 from verl_precision.tools.show.tables import write_json
 
 COMMAND, SUMMARY, FIGURE, REPORT = "comparison.json", "summary.json", "comparison.png", "report.html"
@@ -173,7 +174,7 @@ def _write(folder: Path, title: str, runs: list[Run], summaries: list[Summary], 
         content["pass_bar"] = {run.name: pass_bar.verdict(run.rows) for run in runs}
     write_json(folder / SUMMARY, content)
     shown = recorded_content(runs)
-    write_comparison(folder / FIGURE, shown, title)
+    write_png(folder / FIGURE, draw_comparison(shown), title)
     write_page(folder / REPORT, shown, force=True)
 
 
