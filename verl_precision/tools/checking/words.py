@@ -46,14 +46,13 @@ def wrong_words(
     origins = {key: each for key, each in told if each.group not in ("", "scale") and not is_option(key, each)}
     errors: dict[str, ConfigurationError] = {}
     for word in words:
+        if word in groups and word not in twice:  # composed already; such a word names no key
+            continue
         key, value, given = word.key_or_group, word.value(), word.input_line.partition("=")[2] or "VALUE"
         has_value = word.is_add() and key in known and OmegaConf.select(config, key) is not None
-        has_own = has_value and word not in groups and key not in origins
-        if word in twice or (has_own and not isinstance(value, dict | list)):
+        if word in twice or (has_value and key not in origins and not isinstance(value, dict | list)):
             problem, remedy = f"{path} has it already; + adds", f"Write {word.input_line[1:]}, without the +."
             errors[key] = ConfigurationError(problem, setting=key, value=given, remedy=remedy)
-        elif word in groups:
-            continue
         elif has_value and key in origins:
             preset, said = origins[key].who, origins[key].value  # and not even presets=win can put it right
             problem = f"{preset} has it already, as {said}, and + adds only what is not there"
