@@ -119,7 +119,11 @@ LIMITS: dict[str, list[Limit]] = {
         Limit(names.REJECTED_TOKENS, lambda x: x > 1 - FEWEST, f"allowed up to {1 - FEWEST:g} of the tokens"),
     ],
     "repeated_overflow": [
-        Limit(names.SKIPPED_STEPS, lambda x: x > 0, f"allowed in fewer than 10 steps in a row, and than one in {EVERY}")
+        Limit(
+            names.SKIPPED_STEPS,
+            lambda x: x > 0,
+            f"allowed in fewer than {PATIENCE['repeated_overflow']} steps in a row, and than one in {EVERY}",
+        )
     ],
     "loss_scale_at_minimum": [Limit(names.LOSS_SCALE, lambda x: x <= 1, "minimum 1")],
     "policies_differ": [

@@ -20,6 +20,9 @@ from verl_precision.base.errors import WeightSyncError
 VERSION = 2  # of the manifest; both sides must have the same
 ANNOUNCEMENT_NAME = "__verl_precision_manifest_follows__"  # of the stream's first item; without it nobody digests
 MANIFEST_NAME = "__verl_precision_manifest__"
+# What a line about a tensor says; the self-test looks for its planted faults by these.
+NOT_RECEIVED, OTHER_VALUES = "sent by the trainer, but not received", "arrived with other values"
+FEWER_BITS = "which has fewer bits than the"
 
 _ROW = 2048  # digits; with weights below 2¹¹ a row's sum stays below 2⁵³, so float64 holds it exactly
 _SUMS = 4
@@ -184,13 +187,13 @@ def differences(sent: dict[str, TensorDigest], received: dict[str, TensorDigest]
     for name in sorted(sent.keys() | received.keys()):
         a, b = sent.get(name), received.get(name)
         if b is None:
-            problems.append(f"{name}: sent by the trainer, but not received")
+            problems.append(f"{name}: {NOT_RECEIVED}")
         elif a is None:
             problems.append(f"{name}: received, but not sent by the trainer")
         elif (a.dtype, a.shape) != (b.dtype, b.shape):
             problems.append(f"{name}: sent as {a.dtype}{a.shape}, arrived as {b.dtype}{b.shape}")
         elif a != b:
-            problems.append(f"{name}: {a.dtype}{a.shape} arrived with other values")
+            problems.append(f"{name}: {a.dtype}{a.shape} {OTHER_VALUES}")
     return problems
 
 
@@ -199,7 +202,7 @@ def rounded_on_the_way(received: dict[str, torch.dtype], rollout_dtype: torch.dt
     problems, rollout = [], dtype_name(rollout_dtype)
     for name, dtype in sorted(received.items()):
         if dtype.is_floating_point and dtype.itemsize > 1 and torch.finfo(dtype).eps > torch.finfo(rollout_dtype).eps:
-            problems.append(f"{name}: arrived in {dtype_name(dtype)}, which has fewer bits than the {rollout} rollout")
+            problems.append(f"{name}: arrived in {dtype_name(dtype)}, {FEWER_BITS} {rollout} rollout")
     return problems
 
 

@@ -13,6 +13,7 @@ from verl_precision.tools.runs.fork_server import workers_forked_on_cpu
 from verl_precision.tools.runs.launch import run_verl
 from verl_precision.tools.runs.read import Rows, read_metrics
 from verl_precision.tools.tiny_model import write_problems
+from verl_precision.weight_sync.manifest import FEWER_BITS, NOT_RECEIVED, OTHER_VALUES
 
 Figures = dict[str, float | int | str]  # what a check measured, by name with its unit
 Function = Callable[[str, Path], Figures]
@@ -134,15 +135,15 @@ CHECKS = {
     ),
     "flipped_bit": Check(
         "one flipped bit in a weight sync stops the run",
-        partial(_stops, override=f"{_EXTENSION}.FlippedBit", words="other values"),
+        partial(_stops, override=f"{_EXTENSION}.FlippedBit", words=OTHER_VALUES),
     ),
     "lost_tensor": Check(
         "a tensor lost in a weight sync stops the run",
-        partial(_stops, override=f"{_EXTENSION}.LostTensor", words="but not received"),
+        partial(_stops, override=f"{_EXTENSION}.LostTensor", words=NOT_RECEIVED),
     ),
     "bf16_sender": Check(
         "weights rounded to BF16 on the way stop the run",
-        partial(_stops, override=_ROUNDED, words="which has fewer bits than the"),
+        partial(_stops, override=_ROUNDED, words=FEWER_BITS),
     ),
     "overflow": Check("an overflow skips the update and halves the loss scale", _overflows),
     "precision_gap": Check("BF16 has at least 10 times the mismatch of FP16", _compares),
