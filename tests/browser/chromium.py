@@ -8,7 +8,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from selenium import webdriver
-from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
+from selenium.common.exceptions import (
+    ElementClickInterceptedException,
+    NoSuchElementException,
+    StaleElementReferenceException,
+)
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.ui import WebDriverWait
 
@@ -50,8 +54,9 @@ class Page:
         return wait.until(lambda _: self.js(expression, *arguments), f"never true: {expression} {arguments}")
 
     def click(self, by: str, value: str) -> None:
-        """Click an element once it is there, as a user does: one that is replaced meanwhile is looked for again."""
-        wait = WebDriverWait(self.driver, SECONDS, 0.05, [NoSuchElementException, StaleElementReferenceException])
+        """Click an element once it is there and nothing covers it; one that is replaced meanwhile is looked for again."""
+        again = [NoSuchElementException, StaleElementReferenceException, ElementClickInterceptedException]
+        wait = WebDriverWait(self.driver, SECONDS, 0.05, again)
         wait.until(lambda driver: driver.find_element(by, value).click() is None, f"not there: {value}")
 
     def press(self, *keys: str) -> None:
