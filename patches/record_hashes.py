@@ -1,7 +1,7 @@
-"""Record what a series makes of a pristine release: python patches/record_hashes.py patches/verl-0.6.1 TREE.
+"""Record the hashes of the files that a series makes: python patches/record_hashes.py patches/verl-0.6.1 TREE.
 
-TREE is an unpacked source release (it has the tests that wheels lack). For whoever changes a patch; it changes
-`hashes.json` of the series and nothing else.
+TREE is an unpacked source release, as released (it has the tests that wheels lack). Run this after you change a patch.
+The script writes only `hashes.json` of the series.
 """
 
 import json
