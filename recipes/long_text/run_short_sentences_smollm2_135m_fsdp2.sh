@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Length alone: SmolLM2-135M on texts of 1,024 tokens | trainer: FSDP2 | rollout: vLLM | one GPU, or SCALE=cpu
-# Gets the model, then trains with each estimator in each precision. Stopped, the same command goes on.
+# Writes the model, then trains with each estimator in each precision. After an interruption the same command continues.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -10,7 +10,7 @@ SCALE=${SCALE:-1x1_gpu}
 PRECISIONS=${PRECISIONS:-bf16 fp16}
 ESTIMATORS=${ESTIMATORS:-pg_seq_is grpo_token_tis}
 SEEDS=${SEEDS:-0}
-MODEL=outputs/smollm2/model # where long_text.yaml looks for it
+MODEL=outputs/smollm2/model # the path in long_text.yaml
 #########################################################################
 
 COMMAND=("$PYTHON" -m verl_precision.cli)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Phantom clipping stalls a run | trainer: FSDP2 in FP32 | rollout: vLLM in BF16 | a CPU | arXiv 2510.26788
-# Builds the task of each seed, then runs the arms of phantom_clipping.yaml. After an interruption the same command continues.
+# Writes the task of each seed, then runs the arms of phantom_clipping.yaml. After an interruption the same command continues.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 

@@ -5,7 +5,7 @@ set -xeuo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 ############################ user-adjustable ############################
-# Figure 5's cells; fp16_train_bf16_rollout and fp32 complete the grid
+# The cells of Figure 5; README.md has the other presets of the grid
 PRECISIONS=${PRECISIONS:-bf16 bf16_train_fp16_rollout bf16_train_fp32_rollout fp16}
 ESTIMATOR=${ESTIMATOR:-grpo}
 SCALE=${SCALE:-1x8_a100}  # cpu: the same code with a tiny model, in minutes

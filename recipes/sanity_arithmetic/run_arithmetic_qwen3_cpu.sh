@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The sanity test in miniature (section 4) | trainer: FSDP2 | rollout: vLLM | a CPU | arXiv 2510.26788
-# Builds the task, filters the problems, trains in each precision. An existing task and set are used again, and
-# an interrupted filter continues.
+# Writes the task, filters the problems, trains in each precision. The script uses an existing task and set again. An
+# interrupted filter continues.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHON=${PYTHON:-python}
 PRECISIONS=${PRECISIONS:-bf16 fp16}
 ESTIMATOR=${ESTIMATOR:-pg_seq_is}
-FOLDER=outputs/sanity_arithmetic  # where sanity_arithmetic.yaml looks for the set
+FOLDER=outputs/sanity_arithmetic  # the folder in sanity_arithmetic.yaml
 #########################################################################
 
 export VERL_PLATFORM=cpu

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A pre-trained model in BF16 and in FP16 | trainer: FSDP2 | rollout: vLLM | a CPU, or SCALE=1x1_gpu | arXiv 2510.26788
-# Gets the model and the problems, keeps those that the model solves sometimes, trains in each precision. After an
-# interruption the same command continues.
+# Writes the model and the problems, keeps the problems that the model solves sometimes, trains in each precision. After
+# an interruption the same command continues.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -11,12 +11,12 @@ SCALE=${SCALE:-cpu}
 PRECISIONS=${PRECISIONS:-bf16 fp16}
 ESTIMATORS=${ESTIMATORS:-pg_seq_is}
 SEEDS=${SEEDS:-0}
-PARALLEL=${PARALLEL:-2} # runs at a time on a CPU, each with its share of the cores and 9 GB of memory
+PARALLEL=${PARALLEL:-2} # runs at the same time on a CPU; each has its share of the cores and 9 GB of memory
 TASKS=${TASKS:-chain_sum products}
 LEVELS=${LEVELS:-0}
-PROBLEMS=${PROBLEMS:-1500} # of each task and level, before the filter
-RESPONSES=${RESPONSES:-8}   # to each problem, for the filter
-FOLDER=outputs/smollm2      # where smollm2.yaml looks for model and set
+PROBLEMS=${PROBLEMS:-1500} # for each task and level, before the filter
+RESPONSES=${RESPONSES:-8}   # for each problem, in the filter
+FOLDER=outputs/smollm2      # the folder in smollm2.yaml
 #########################################################################
 
 COMMAND=("$PYTHON" -m verl_precision.cli)
@@ -24,7 +24,7 @@ CHOICES=("scale=$SCALE")
 if [[ $SCALE == cpu ]]; then
     export VERL_PLATFORM=cpu
     CHOICES+=(--parallel "$PARALLEL")
-    DTYPE=fp32 # of the filter: the one that every CPU multiplies fast
+    DTYPE=fp32 # for the filter: every CPU is fast in this dtype
 else
     DTYPE=bf16
     CHOICES+=(arithmetic=native)
@@ -32,7 +32,7 @@ fi
 if [[ ! -e $FOLDER/model ]]; then
     "${COMMAND[@]}" data smollm2_135m_instruct --output "$FOLDER/model"
 fi
-# These two take what they made before, and refuse it if it was made with other choices.
+# These two commands use the files of an earlier call again, and refuse files that were made with other choices.
 NAMES=()
 for TASK in $TASKS; do
     NAMES+=(--task "$TASK")
