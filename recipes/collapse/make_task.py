@@ -4,8 +4,8 @@
 
 A response is 128 steps of reasoning, the answer and the end. A step has four equally right wordings, one of
 them usual. So a response is long and random, like those of language models, and one token at its end decides.
-The model is trained from scratch by a teacher who gives the right answer to question q with probability p(q), 0.3 to
-0.7, and else the one wrong answer that he believes. So each question is within reach, as in the sanity test.
+A teacher trains the model from scratch. The teacher gives the right answer to question q with probability p(q), 0.3 to
+0.7, and otherwise one fixed wrong answer. So the model can learn each question, as in the sanity test.
 
 A small model has small logits, a language model has large ones, and 16 bits round large logits more coarsely.
 Each `logits_K` is the same model with one vector added to every row of its head, so that logits are about K in size.
@@ -49,7 +49,7 @@ OnProgress = Callable[[int], None]
 
 
 def teacher(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, by question, the right answer, the wrong one that the teacher believes, and how often he is right."""
+    """Return, by question, the right answer, the teacher's wrong answer, and how often the teacher is right."""
     right = torch.randint(len(ANSWERS), (len(QUESTIONS),), generator=generator)
     wrong = (right + torch.randint(1, len(ANSWERS), right.shape, generator=generator)) % len(ANSWERS)
     return right, wrong, 0.3 + 0.4 * torch.rand(right.shape, generator=generator)
@@ -59,7 +59,7 @@ def right_answers(seed: int) -> list[str]:
     """Return the right answer to each question.
 
     Args:
-        seed: Of the task.
+        seed: Seed of the task.
     """
     return [ANSWERS[index] for index in teacher(torch.Generator().manual_seed(seed))[0]]
 
@@ -86,7 +86,7 @@ def build_model(seed: int, on_progress: OnProgress = lambda step: None) -> nn.Mo
     """Return a Qwen3 in FP32, trained by the teacher; the same number of updates on every machine.
 
     Args:
-        seed: Of weights and lessons.
+        seed: Seed of weights and lessons.
         on_progress: Called with the number of updates so far.
     """
     model = random_model("qwen3", CONFIG, seed)
@@ -124,7 +124,7 @@ def build_tokenizer():
 
 
 def write_task(folder: Path, seed: int, on_progress: OnProgress = lambda step: None) -> None:
-    """Write `prompts.jsonl` and the models into a new folder, which is complete or not there."""
+    """Write `prompts.jsonl` and the models into a new folder; after an interruption there is no folder."""
     model = build_model(seed, on_progress)
     head = model.get_output_embeddings().weight
     trained = head.detach().clone()
@@ -139,7 +139,7 @@ def write_task(folder: Path, seed: int, on_progress: OnProgress = lambda step: N
 
 
 def main() -> None:
-    """Write the task into the folder that the command line names; one that is there is kept."""
+    """Write the task into the folder that the command line names; keep an existing one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="prompts.jsonl and logits_K are written into it, for each K.")
     parser.add_argument("--seed", type=int, default=0, help="Of the task and its model. Default: 0.")

@@ -2,9 +2,9 @@
 
     python recipes/collapse/read_doses.py outputs/collapse/*-* --figure outputs/collapse/doses.png
 
-Reads the folders of comparisons of the arms bf16_K, fp16_K and bf16_exact_K, prints a table and draws the reward over
-steps and the curve. The mismatch is that of the first ten steps, before the runs differ; the reward is that of the
-last ten.
+The script reads the folders of comparisons of the arms bf16_K, fp16_K and bf16_exact_K, prints a table, and draws the
+reward over steps and the curve. The mismatch is the mean of the first ten steps, before the runs differ. The reward is
+the mean of the last ten.
 """
 
 import argparse
@@ -27,7 +27,7 @@ SPREAD, SAMPLE = "mismatch/sequence_log_ratio_std", "mismatch/sequence_ess"
 
 
 class Outcome(NamedTuple):
-    """What one run says of its dose; all means over WINDOW steps."""
+    """The result of one run at its dose; all values are means over WINDOW steps."""
 
     precision: str
     dose: int

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Two Ray nodes on this machine, a recipe on both, on CPUs: recipes/launch/cpu_2nodes.sh RECIPE.yaml [OVERRIDE ...]
-# FSDP2 over gloo across the nodes, a vLLM replica on each. Stops exactly what it started. Needs 12 GiB of memory.
+# FSDP2 over gloo across the nodes, a vLLM replica on each. It stops only the processes that it started. It needs 12 GiB of memory.
 # If a node is lost, the run ends with code 75, and the same command resumes from the last checkpoint.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." # Ray's workers inherit this folder from their node
 
 ############################ user-adjustable ############################
 RAY=${RAY:-ray}
-PORT=${PORT:-26379}  # of the head's GCS; not Ray's usual 6379, which may be somebody else's
-CPUS=${CPUS:-16}     # logical, each node: verl's actors ask for more than a laptop has
-export VERL_FILE_LOGGER_ROOT=${VERL_FILE_LOGGER_ROOT:-checkpoints} # as run.sh has it, for the workers of both nodes
+PORT=${PORT:-26379}  # of the head's GCS; not Ray's default 6379, which another Ray may use
+CPUS=${CPUS:-16}     # logical CPUs of each node: verl's actors reserve more than a laptop has
+export VERL_FILE_LOGGER_ROOT=${VERL_FILE_LOGGER_ROOT:-checkpoints} # as in run.sh, for the workers of both nodes
 #########################################################################
 
 RECIPE=${1:?give a recipe, e.g. recipes/moe/moe.yaml}
@@ -26,7 +26,7 @@ stop() {
         kill -0 "${NODES[@]}" 2>/dev/null || break
         sleep 1
     done
-    kill -KILL "${NODES[@]}" 2>/dev/null || true # one that does not listen
+    kill -KILL "${NODES[@]}" 2>/dev/null || true # for a process that ignores SIGTERM
     rm -rf "$FOLDER"
 }
 trap stop EXIT
@@ -57,7 +57,7 @@ await() { # until COUNT nodes are in the cluster
 }
 
 export VERL_PLATFORM=cpu VLLM_CPU_KVCACHE_SPACE=1 # of every process on the nodes
-# Whoever reaches Ray's ports may run code: only who has this cluster's own token.
+# Anyone who reaches Ray's ports could run code; with a token, only a client of this cluster can.
 RAY_AUTH_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
 start --head --port="$PORT" --temp-dir="$FOLDER/ray" --include-dashboard=false

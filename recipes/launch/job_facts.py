@@ -1,4 +1,4 @@
-"""Answer slurm.sbatch: job_facts.py address HOST, or job_facts.py folder RECIPE.yaml [OVERRIDE ...]."""
+"""Print a fact for slurm.sbatch: job_facts.py address HOST, or job_facts.py folder RECIPE.yaml [OVERRIDE ...]."""
 
 import socket
 import sys
@@ -14,15 +14,15 @@ from verl_precision.tools.checking.composing import compose_recipe
 def address_towards(host: str) -> str:
     """Return this host's address on the interface that leads to another host.
 
-    Its own name is no guide: on Debian-like hosts /etc/hosts has 127.0.1.1 for it, where no other host finds it.
+    The host's name does not help: on Debian-like hosts /etc/hosts gives it 127.0.1.1, which no other host can reach.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # to connect one sends nothing
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # a UDP connect sends nothing
         probe.connect((host, 9))
         return probe.getsockname()[0]
 
 
 def checkpoint_folder(recipe: Path, overrides: list[str]) -> str:
-    """Return the folder of a run's checkpoints, with the digest of its settings where the name has one."""
+    """Return the folder of a run's checkpoints, with the digest of its settings if the name has one."""
     config = compose_recipe(recipe, overrides)
     name_the_run(config)
     return str(config.trainer.default_local_dir)

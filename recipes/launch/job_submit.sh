@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Hand a recipe to a running Ray cluster as a job: recipes/launch/job_submit.sh recipes/NAME/NAME.yaml [OVERRIDE ...]
+# Submit a recipe as a job to a running Ray cluster: recipes/launch/job_submit.sh recipes/NAME/NAME.yaml [OVERRIDE ...]
 # The job runs on the head, from the same repository folder as here (a shared file system, or the same path on the head).
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)

@@ -14,13 +14,13 @@ MANIFEST = Path(__file__).parent / "rayjob.yaml"
 
 
 def fill_in(image: str, recipe: Path, overrides: list[str], rdma: str | None = None) -> dict:
-    """Return the manifest with a recipe's hosts and GPUs; the containers know the recipe by the same path.
+    """Return the manifest with a recipe's hosts and GPUs; the recipe has the same path in the containers.
 
     Args:
         image: The image that every pod runs.
         recipe: The recipe's YAML.
         overrides: Hydra overrides.
-        rdma: The cluster's name for RDMA devices, e.g. rdma/hca; None where NCCL uses sockets.
+        rdma: The cluster's name for RDMA devices, e.g. rdma/hca; None if NCCL uses sockets.
     """
     trainer = compose_recipe(recipe, overrides).trainer
     job = yaml.safe_load(MANIFEST.read_text())

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Check a recipe, then run it: recipes/launch/run.sh recipes/NAME/NAME.yaml [PRESET ... --] [OVERRIDE ...]
-# Presets before -- are a script's own: one that is given again after it is left out.
-# Every other launcher ends here. It runs on one host, the head of a cluster if there is one.
+# Presets before -- are a script's defaults: a preset that is given again after -- replaces the default.
+# Every other launcher calls this script. It runs on one host, the head of a cluster if there is a cluster.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.." # recipes name their files from the repository's root
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." # paths in recipes start at the repository's root
 
 ############################ user-adjustable ############################
 PYTHON=${PYTHON:-python}
-CLUSTER=${CLUSTER:-}   # auto, or host:port: check every node of that Ray cluster before the start, and watch it then
+CLUSTER=${CLUSTER:-}   # auto, or host:port: check every node of that Ray cluster before the start, and watch the nodes during the run
 DRY_RUN=${DRY_RUN:-0}  # 1: stop after the checks
 # The metrics file is $VERL_FILE_LOGGER_ROOT/PROJECT/EXPERIMENT.jsonl: by default beside the run's checkpoints.
 export VERL_FILE_LOGGER_ROOT=${VERL_FILE_LOGGER_ROOT:-checkpoints}

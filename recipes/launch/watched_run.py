@@ -1,11 +1,11 @@
 """Run a command on a Ray cluster, and end it when a node is lost: watched_run.py ADDRESS COMMAND [ARGUMENT ...].
 
 A run that has lost a node cannot continue. It does not always end by itself, and it does not name the lost node
-(docs/log/features.md). So a second process asks Ray's head every few seconds which nodes are alive. ADDRESS is
+(docs/log/features.md). So a second process reads the list of live nodes from Ray's head every few seconds. ADDRESS is
 host:port, or auto. The exit code is the command's, or `LOST`.
 
 SIGUSR1 and SIGTERM are passed on: the run saves, and ends after SIGTERM; a second SIGTERM ends the command within
-`GRACE_SECONDS`. SIGUSR2 counts as SIGTERM, because Slurm's srun hands it on as it is and makes SIGKILL of SIGTERM.
+`GRACE_SECONDS`. SIGUSR2 counts as SIGTERM, because Slurm's srun passes SIGUSR2 on, but turns SIGTERM into SIGKILL.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import time
 LOST = 75  # sysexits.h's EX_TEMPFAIL: the same command may succeed later
 POLL_SECONDS = 0.5
 ASK_SECONDS = 3
-# Ray's head asks each node every 3 seconds and gives it up after 5 refusals; a run may fail before.
+# Ray's head probes each node every 3 seconds and declares it lost after 5 failures; a run may fail earlier.
 VERDICT_SECONDS = 30
 GRACE_SECONDS = 30  # for a command that has to end
 PASSED_ON = {signal.SIGUSR1: signal.SIGUSR1, signal.SIGTERM: signal.SIGTERM, signal.SIGUSR2: signal.SIGTERM}
@@ -60,7 +60,7 @@ def run_watched(address: str, command: list[str]) -> int:
         while not verdict and time.monotonic() < deadline:
             while heard:
                 number = heard.pop(0)
-                if number in PASSED_ON:  # a terminal's Ctrl-C reaches the command by itself
+                if number in PASSED_ON:  # the terminal sends Ctrl-C to the command too
                     run.send_signal(PASSED_ON[number])
                 stopped = stopped or number != signal.SIGUSR1
                 ends += PASSED_ON.get(number) == signal.SIGTERM
@@ -69,7 +69,7 @@ def run_watched(address: str, command: list[str]) -> int:
             if watcher.poll() is not None:
                 said = watcher.communicate()[0].splitlines()  # Ray prints there too
                 verdict = next((line for line in said if line.startswith("the node ")), "")
-                if not verdict:  # Ray ends whoever has lost its head, the run as well
+                if not verdict:  # Ray ends every client that has lost the head, the run too
                     blind, watcher = True, start_watcher(address)
             if run.poll() is not None:
                 if run.returncode == 0 or stopped:
@@ -82,7 +82,7 @@ def run_watched(address: str, command: list[str]) -> int:
         end(run)
         watcher.kill()
         watcher.wait()
-    if not verdict:  # 128 and the signal's number, as a shell says it
+    if not verdict:  # 128 plus the signal's number, as a shell returns it
         return run.returncode if run.returncode >= 0 else 128 - run.returncode
     print(
         f"verl_precision: {verdict}\nThe run has ended, because it needs every node. Bring the node back, or start Ray "
@@ -93,19 +93,19 @@ def run_watched(address: str, command: list[str]) -> int:
 
 
 def ignore_requests() -> None:
-    """Ignore the signals that ask for a checkpoint, which would end a process that does not handle them yet."""
+    """Ignore the signals that request a checkpoint; they would end a process that does not handle them yet."""
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
 
 def start_watcher(address: str) -> subprocess.Popen:
-    """Start the process that prints the first loss; Ctrl-C and requests for a checkpoint do not reach it."""
+    """Start the process that prints the first loss; Ctrl-C and requests for a checkpoint do not reach this process."""
     command, own = [sys.executable, __file__, "--watch", address], {"start_new_session": True}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=ignore_requests, **own)
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a process: a run saves at the first SIGTERM, for which it lacks a node, and ends at once at the second."""
+    """End a process: at the first SIGTERM a run tries to save, but lacks a node; at the second it ends at once."""
     for seconds in (ASK_SECONDS, GRACE_SECONDS):
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

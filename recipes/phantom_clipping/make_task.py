@@ -2,10 +2,10 @@
 
     python recipes/phantom_clipping/make_task.py outputs/phantom_clipping/task
 
-Shorter is better: the reward is minus the length of the response (recipes/quickstart/reward.py). The vocabulary has the
-end and 15 letters, a prompt is four random letters, and a response has at most eight tokens, so that a random model
-ends some responses by chance. Released checkpoints are in BF16: an FP32 copy of one lies on the BF16 grid, and so does
-`on_grid`. `off_grid` is the control, the same weights before rounding. Each seed has other weights.
+Shorter is better: the reward is minus the length of the response (recipes/quickstart/reward.py). The vocabulary has an
+end token and 15 letters. A prompt is four random letters. A response has at most eight tokens, so a random model ends
+some responses by chance. Released checkpoints are in BF16, so an FP32 copy is on the BF16 grid, and so is `on_grid`.
+`off_grid` is the control, the same weights before rounding. Each seed has different weights.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def build_model(seed: int, on_grid: bool):
     """Return a random Qwen3 in FP32.
 
     Args:
-        seed: Of the weights.
+        seed: Seed of the weights.
         on_grid: Whether each weight is rounded to BF16.
     """
     model = random_model("qwen3", CONFIG, seed)
@@ -46,7 +46,7 @@ def build_model(seed: int, on_grid: bool):
 
 
 def build_tokenizer():
-    """Return the tokenizer: the end, and one token a letter."""
+    """Return the tokenizer: the end token, and one token for each letter."""
     positions = CONFIG["max_position_embeddings"]
     return tiny_model.build_tokenizer(CHAT_TEMPLATE, (END, *LETTERS), unknown="a", positions=positions)
 
@@ -58,7 +58,7 @@ def prompts() -> list[str]:
 
 
 def write_task(folder: Path, seed: int) -> None:
-    """Write `prompts.jsonl`, `on_grid` and `off_grid` into a new folder, which is complete or not there."""
+    """Write `prompts.jsonl`, `on_grid` and `off_grid` into a new folder; after an interruption there is no folder."""
     with new_folder(folder) as whole:
         for name in ("on_grid", "off_grid"):
             (whole / name).mkdir(parents=True)
@@ -67,7 +67,7 @@ def write_task(folder: Path, seed: int) -> None:
 
 
 def main() -> None:
-    """Write the task of each seed into the folder that the command line names; one that is there is kept."""
+    """Write the task of each seed into the folder that the command line names; keep an existing one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="FOLDER/seed_N/{on_grid,off_grid,prompts.jsonl} are written.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="Seeds of the weights. Default: 0.")

@@ -1,9 +1,9 @@
-"""The depth of the stall. Reads the folders that `make phantom` or the whole grid wrote, and prints two tables.
+"""The depth of the stall: read the folders that `make phantom` or the whole grid wrote, and print two tables.
 
     python recipes/phantom_clipping/read_stall.py outputs/phantom_clipping/*-*
 
-The gain of a run is its progress from the mean reward of its first nine steps towards 0, the best reward; a mean over
-nine steps each. The stall is read at the step where the median cured run has half of it.
+The gain of a run is its progress from the mean reward of its first nine steps towards 0, the best reward; each value is
+a mean over nine steps. The stall is read at the step where the median cured run has half of the possible gain.
 """
 
 import argparse

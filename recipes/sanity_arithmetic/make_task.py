@@ -1,12 +1,12 @@
-"""The sanity test's task for a CPU: sums, and a small Qwen3 that is right on some of them sometimes.
+"""The sanity test's task for a CPU: sums, and a small Qwen3 that solves some sums sometimes.
 
     python recipes/sanity_arithmetic/make_task.py outputs/sanity_arithmetic/task
 
-Two digits plus one digit. The model is trained from scratch (under a minute on two cores, the same steps on every
-machine) by a teacher who forgets the carry, more often the larger the digits: a sum whose last digits reach s >= 10 is
-taught without its carry with probability (s - 8)/10, 20% at s = 10 and all at s = 18. So the model knows both answers;
-its accuracy is near 100% where nothing is carried and spreads from 80% to 0% where something is. That is what the
-sanity test wants: problems within reach, not yet solved.
+A sum is two digits plus one digit. A teacher trains the model from scratch (20 to 90 s on two cores, the same steps on
+every machine). The teacher forgets the carry, more often for larger digits: if the last digits add up to s >= 10, the
+teacher leaves out the carry with probability (s - 8)/10, from 20% at s = 10 to 100% at s = 18. So the model knows both
+answers. Its accuracy is near 100% on sums without a carry, and between 80% and 0% on sums with a carry. The sanity test
+needs such problems, which the model can learn and has not learned yet.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from verl_precision.tools.tiny_model import IM_END, PAD, SEED, VOCABULARY, rando
 
 PROMPT_LENGTH = 5  # tokens, one a character: 47+8=
 RESPONSE_LENGTH = 4  # tokens, at most: 108 and the end
-# The prompt is the sum itself, so that a response costs six tokens of context and not thirty.
+# The prompt is the sum itself: six tokens of context, not the thirty of a chat template.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 LAYERS = 2
 BATCH = 256
@@ -48,12 +48,12 @@ class Sum:
 
     @property
     def prompt(self) -> str:
-        """What the model reads."""
+        """The prompt of the model."""
         return f"{self.first}+{self.second}="
 
     @property
     def answer(self) -> str:
-        """What is right."""
+        """The right answer."""
         return str(self.first + self.second)
 
     @property
@@ -63,7 +63,7 @@ class Sum:
 
     @property
     def slip_rate(self) -> float:
-        """How often it is taught without its carry, in [0, 1]."""
+        """The share of lessons without the carry, in [0, 1]."""
         return (self._digits - 8) / 10 if self._digits >= 10 else 0.0
 
     @property
@@ -84,7 +84,7 @@ def build_model(folder: Path, on_progress: OnProgress = lambda step, known: None
         on_progress: Called with (steps done, probability on a known answer).
 
     Raises:
-        SystemExit: If it does not learn, which it did with the tested versions.
+        SystemExit: If the model does not learn. It learned with the tested versions.
         FileExistsError: If the folder exists.
     """
     folder.mkdir(parents=True)
@@ -96,7 +96,7 @@ def build_model(folder: Path, on_progress: OnProgress = lambda step, known: None
 
 
 def _train(model, on_progress: OnProgress) -> None:
-    """Maximise the likelihood of what the forgetful teacher writes, until the model knows what he knows."""
+    """Maximise the likelihood of the teacher's answers, until the model knows them."""
     sums = all_sums()
     right, slips = encode([s.answer for s in sums]), encode([s.slip or s.answer for s in sums])
     rates = torch.tensor([s.slip_rate for s in sums])
@@ -143,7 +143,7 @@ def response_log_probs(model, token_ids_BT: Tensor) -> Tensor:
 
 
 def write_task(folder: Path, on_progress: OnProgress) -> None:
-    """Write `problems.jsonl` and `model` into a new folder, which is complete or not there."""
+    """Write `problems.jsonl` and `model` into a new folder; after an interruption there is no folder."""
     with new_folder(folder) as whole:
         build_model(whole / "model", on_progress)
         write_problems(whole / "problems.jsonl", "arithmetic", ((each.prompt, each.answer) for each in all_sums()))
