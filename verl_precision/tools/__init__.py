@@ -2,11 +2,11 @@
 
 checking    check: a recipe, a command, a checkpoint, an installation, a cluster
 runs        compare, report: whole runs of verl, followed and shown
-gap         mismatch, explain: how far two engines are apart, and why
-evaluate    evaluate, sanity-set: how often a model solves the problems of a data set, and which only sometimes
+gap         mismatch, explain: the size of the gap between two engines, and its causes
+evaluate    evaluate, sanity-set: how often a model solves each problem of a data set
 selftest    selftest: the acceptance test of a machine for FP16 RL
-export, data, patching   the verbs of their names
-engines     shared: vLLM that samples, verl's engine that scores, each in a process of its own
+export, data, patching   the verbs export, data (with tiny-model) and patch
+engines     shared: vLLM samples and verl's engine scores, each in its own process
 tiny_model  shared: tiny random models with tokenizer, which `scale=cpu` trains and `tiny-model` writes
-jobs        shared: problems, prompts, and results on disk that a killed job continues from
+jobs        shared: problems, prompts, and the results on disk from which a killed job continues
 """

@@ -1,8 +1,8 @@
 """Tiny models with tokenizer, built in seconds, without download, the same on every machine.
 
-A model is random: it speaks no language, but it has the architecture, so that a CPU run takes the code path of the
-real one. The tokenizer has one token per printable ASCII character; `len(tokenizer) == vocab_size`, since verl masks
-surplus vocabulary in the rollout only, which would be a mismatch of its own.
+The weights are random, so the text has no meaning. The architecture is the real model's, so that a run on a CPU takes
+the same code path. The tokenizer has one token for each printable ASCII character. `len(tokenizer) == vocab_size`:
+verl masks surplus vocabulary in the rollout only, and that alone would be a mismatch.
 """
 
 import json
@@ -37,7 +37,7 @@ def settings(architecture: str) -> tuple[str, dict[str, Any]]:
 
 
 def build_tiny_model(architecture: str, folder: Path) -> None:
-    """Write one of `ARCHITECTURES`, with tokenizer and generation config, into a new folder, in Hugging Face format."""
+    """Write an architecture's model, tokenizer and generation config to a new folder in Hugging Face format."""
     model_type, values = settings(architecture)
     if os.path.lexists(folder):
         raise ConfigurationError(f"{folder} exists; nothing was written. Name a new folder.")
@@ -46,7 +46,7 @@ def build_tiny_model(architecture: str, folder: Path) -> None:
 
 
 def random_model(model_type: str, values: dict[str, Any], seed: int = SEED) -> Any:
-    """Return a random model in FP32, of a model type of transformers; the caller's random state stays as it is."""
+    """Return a random FP32 model of a transformers model type; the caller's random state does not change."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -67,7 +67,7 @@ def save(model: Any, tokenizer: Any, values: dict[str, Any], folder: Path) -> No
 
 
 def cached_tiny_model(architecture: str) -> Path:
-    """Return the cached folder of one of `ARCHITECTURES`, an absolute path; built on first use.
+    """Return the absolute path of an architecture's cached model, which is built on first use.
 
     The cache is `$VERL_PRECISION_CACHE`, by default `~/.cache/verl_precision`. The folder's name ends with a digest of
     everything that the content depends on.
@@ -80,7 +80,7 @@ def cached_tiny_model(architecture: str) -> Path:
         try:
             build_tiny_model(architecture, folder)
         except (OSError, ConfigurationError):
-            if not folder.exists():  # else another process was faster, with the same content
+            if not folder.exists():  # otherwise another process has built the same content first
                 raise
     return folder.resolve()
 
@@ -93,11 +93,11 @@ def build_tokenizer(
     positions: int = _SHAPE["max_position_embeddings"],
     model_type: str = "",
 ) -> Any:
-    """Return a tokenizer with one token a character, or a word between two spaces.
+    """Return a tokenizer with one token for each character or, with `words`, for each word between two spaces.
 
-    It ends with `IM_END`, which is in the vocabulary, and pads with `PAD` or that. `positions` are the model's. Beside
-    a Qwen2 model `AutoTokenizer` makes a `Qwen2Tokenizer` of any file: so `model_type`, the model's in transformers,
-    decides. As byte-level BPE without merges a `Qwen2Tokenizer` has one token a character too.
+    Its end token is `IM_END`, which must be in the vocabulary. Its padding token is `PAD`, or `IM_END` if there is no
+    `PAD`. `positions` and `model_type` are the model's. `AutoTokenizer` always loads a `Qwen2Tokenizer` for `qwen2`,
+    so this function builds one for that type: byte-level BPE without merges also has one token for each character.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
@@ -111,7 +111,7 @@ def build_tokenizer(
         "clean_up_tokenization_spaces": False,
     }
     if model_type == "qwen2":
-        byte_level = {" ": "Ġ", "\n": "Ċ"}  # its own letters for space and newline
+        byte_level = {" ": "Ġ", "\n": "Ċ"}  # how byte-level BPE writes space and newline
         ids = {byte_level.get(token, token): i for i, token in enumerate(vocabulary)}
         return Qwen2Tokenizer(vocab=ids, merges=[], unk_token=PAD, **common)
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=unknown))
@@ -124,7 +124,7 @@ def build_tokenizer(
 
 
 def write_problems(path: Path, source: str, problems: Iterable[tuple[str, str]]) -> None:
-    """Write the problems of a task, prompt and right answer of each, to a JSONL file in verl's format.
+    """Write the problems of a task, each with prompt and right answer, to a JSONL file in verl's format.
 
     `source` is the name of the task, verl's `data_source`.
     """

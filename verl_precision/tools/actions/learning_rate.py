@@ -2,9 +2,9 @@
 
     η ← η √min(1, e/e₀),   e = (Σρ)² / (B Σρ²) over the B responses of the mini-batch, on all ranks
 
-ρ are the weights that the loss reports, of responses: those of the paper with `pg_seq_is`, the truncated ones with C,
-and the mean over a response's tokens where tokens have weights. e₀ is the setting, 1 in the authors' recipes for
-mathematics. The root is for optimizers of Adam's kind. The paper's minimum-variance baseline is not here.
+ρ is the weight of a response, as the loss reports it: the paper's weight with `pg_seq_is`, the truncated weight of a
+loss with C, the mean over the tokens of a response with token-level weights. e₀ is the setting, 1 in the authors'
+recipes for mathematics. The root is for optimizers like Adam. The paper's minimum-variance baseline is not implemented.
 
 Source: https://arxiv.org/abs/2602.17616, and https://github.com/mit-han-lab/vcpo (`ess_scaling`, rule sqrt).
 """
@@ -25,24 +25,23 @@ from verl_precision.losses.metrics import ESS, WeightStatistic, effective_share
 
 
 class ScaledLearningRate:
-    """Scales the rate of one update at a time; what the schedule and a checkpoint see is the unscaled one.
+    """Scales the learning rate of one update at a time; the schedule and checkpoints have the unscaled rate.
 
-    AdamW's weight decay is a part of the step, and scaled with it. An update whose weights are all 0, or which has no
-    response, has the rate 0.
+    AdamW's weight decay scales with the rate. The rate is 0 if an update has no response, or only weights of 0.
     """
 
     def __init__(self, base: float) -> None:
         self.base = base  # e₀
-        self._found: list[WeightStatistic] = []  # in the update under way
-        self._factors: list[float] = []  # of the updates of the training step so far
+        self._found: list[WeightStatistic] = []  # weights of the current update
+        self._factors: list[float] = []  # of each update since the last metrics
 
     def watched(self, data: Any, loss_function: Callable) -> Callable:
-        """Return verl's loss function for one update; the weights that it reports are kept."""
+        """Return verl's loss function for one update, wrapped to keep the weights that the loss reports."""
         self._found = found = list[WeightStatistic]()
 
         def loss_and_weights(*args: Any, **kwargs: Any) -> Any:
             result = loss_function(*args, **kwargs)
-            if "model_output" in kwargs and ESS in result[1]:  # else top-k distillation asks for its part of the logits
+            if "model_output" in kwargs and ESS in result[1]:  # otherwise: a call of top-k distillation
                 found.extend(result[1][ESS].values)
             return result
 
@@ -50,7 +49,7 @@ class ScaledLearningRate:
 
     @contextlib.contextmanager
     def around_step(self, engine: Any) -> Iterator[None]:
-        """Have the step of an engine's optimizer inside the block; a loss that reported no weights is refused."""
+        """Scale the rates of an engine's optimizer during the block; refuse a loss that reported no weights."""
         factor, groups = self._factor(engine.get_data_parallel_group()), engine.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         try:
@@ -83,7 +82,7 @@ class ScaledLearningRate:
 
 
 def scale_learning_rate(engine: Any, module: nn.Module) -> nn.Module:
-    """Scale the rate of each update by the config's e₀: a step of the build."""
+    """Give an engine a scaled learning rate, with e₀ from its config: a step of an engine's build."""
     rate = ScaledLearningRate(engine.engine_config.learning_rate_ess_base)
     engine.parts.append(EnginePart(rate.watched, rate.around_step, take_metrics=rate.take_metrics))
     return module

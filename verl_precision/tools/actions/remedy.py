@@ -1,6 +1,6 @@
-"""The trainer callback of an alarm that acts, `mismatch.alarm.on_alarm=rescue` (docs/alarm.md): when.
+"""The trainer callback that starts a rescue, `mismatch.alarm.on_alarm=rescue` (docs/alarm.md).
 
-A rescue needs more than an alarm: a cause that it cures, evidence for some further steps, and no alarm of a fault.
+A rescue needs an alarm that a smaller gap cures, evidence for some further steps, and no alarm of a fault.
 """
 
 import logging
@@ -11,7 +11,7 @@ from verl_precision.integration.trainer.saving import end_with_this_step
 from verl_precision.mismatch.drift_detector import Persistence
 from verl_precision.tools.actions.rescue import Action, decide_rescue, is_rescue
 
-# What a smaller gap cures; and alarms of a fault, beside which nothing is done.
+# Alarms that a smaller gap cures, and alarms of a fault, which prevent a rescue.
 CURABLE: tuple[str, ...] = ("low_effective_sample_size", "k3_growth", "gap_growth", "phantom_clipping")
 FAULTS: tuple[str, ...] = ("trainer_not_finite", "rollout_not_finite", "responses_not_finite", "policies_differ")
 FAULTS += ("repeated_overflow", "loss_scale_at_minimum")
@@ -20,10 +20,10 @@ logger = logging.getLogger("verl_precision.mismatch")
 
 
 class Remedy:
-    """Decides at the end of a step whether the run is to be rescued; if so, it ends with that step."""
+    """Decides at the end of each step whether a rescue starts; if so, the run ends with that step."""
 
     def __init__(self, trainer: Any) -> None:
-        """Begin without evidence, as a resumed run does; the run that a rescue began decides nothing."""
+        """Start without evidence, in a resumed run too. A run that is a rescue starts no other rescue."""
         self._trainer, settings = trainer, trainer.monitor.settings.alarm
         self._acts, self._is_rescue = settings.on_alarm == "rescue", is_rescue(trainer.config)
         self._persistence = Persistence(settings.action_patience)
@@ -39,7 +39,7 @@ class Remedy:
             end_with_this_step(self._trainer)
 
     def decide(self, step: int, active: Mapping[str, int]) -> Action | None:
-        """Take the alarms that are active after a step, by the step of their first evidence; return what begins."""
+        """Return the action that starts after a step; `active` has the step of each active alarm's first evidence."""
         curable = [name for name in CURABLE if name in active]
         due = self._persistence.update(step, bool(curable) and not any(name in active for name in FAULTS))
         if not (due and self._acts):

@@ -1,9 +1,9 @@
-"""The rescue, `mismatch.alarm.on_alarm=rescue`: resume in FP16 from before the alarm's evidence.
+"""The rescue, `mismatch.alarm.on_alarm=rescue`: a new run that resumes in FP16 from before the alarm's evidence.
 
-The trainer writes `rescue.yaml` into its run's folder and ends its run with that step. The driver then starts the
-rescue (`go_on`): the same command with other settings, as a new run with the same file. It resumes from the parent's
-newest checkpoint before the evidence, or from the start. A later start of the parent's command continues the rescue;
-without the file, or with another `on_alarm`, it continues the parent.
+The trainer writes `rescue.yaml` into the folders of both runs and ends its run with that step. The driver then starts
+the rescue (`go_on`): the same command with other settings. It resumes from the newest checkpoint of its parent (the
+rescued run) before the evidence, or from the start. A later start of the parent's command continues the rescue. Without
+the file, or with another `on_alarm`, that command continues the parent.
 """
 
 import json
@@ -33,27 +33,27 @@ logger = logging.getLogger("verl_precision.mismatch")
 class Action(NamedTuple):
     """The action that an alarm starts."""
 
-    alarm: str  # the first active one that it is for
+    alarm: str  # the first active alarm that a rescue cures
     step: int
-    since_step: int  # at which the evidence of its alarm began
+    since_step: int  # first step of the evidence
 
 
 @dataclass(frozen=True, config=STRICT)
 class Rescue:
-    """A rescue, as in its file."""
+    """A rescue, as `rescue.yaml` describes it."""
 
-    parent: str  # folder of the run that acted
+    parent: str  # folder of the rescued run
     alarm: str
-    step: int  # at which it acted
-    since_step: int  # at which the trouble began
-    checkpoint: str | None  # from which the rescue goes on; None: from the start
-    name: str  # of the rescue
-    folder: str  # of the rescue
-    precision: Literal["fp16"]  # the last line: a file that was cut short lacks it
+    step: int  # at which the rescued run ended
+    since_step: int  # first step of the evidence
+    checkpoint: str | None  # from which the rescue resumes; None: from the start
+    name: str  # of the new run
+    folder: str  # of the new run
+    precision: Literal["fp16"]  # the last line of the file: a truncated file lacks it
 
 
 def decide_rescue(config: DictConfig, action: Action) -> Rescue:
-    """Record that a run is to be rescued, and keep its newest complete checkpoint from before the evidence."""
+    """Write the rescue of a run to its file, and keep the newest complete checkpoint from before the evidence."""
     folder = Path(config.trainer.default_local_dir).absolute()
     contents = config.actor_rollout_ref.actor.checkpoint.load_contents
     before = [path for step, path in checkpoints_in(folder).items() if step < action.since_step]
@@ -69,7 +69,7 @@ def decide_rescue(config: DictConfig, action: Action) -> Rescue:
 
 
 def _read(folder: Path) -> Rescue | None:
-    """Return the rescue that a folder's file has; None without one. It names folders: a letter of it is another run."""
+    """Return the rescue of a folder's file, None without a file. A checksum protects the names of folders in it."""
     remedy = f"Correct it and delete its line `checksum`, or remove {RESCUE_FILE} to continue the run as it was."
     return read_state(folder / RESCUE_FILE, _rescue, remedy)
 
@@ -99,13 +99,13 @@ def is_rescue(config: DictConfig) -> bool:
 
 
 def arguments(given: Sequence[str], rescue: Rescue, chosen: Sequence[str]) -> list[str]:
-    """Return the arguments of a driver, changed to those of the rescue; Hydra takes no setting twice.
+    """Return a driver's arguments, changed to those of the rescue; Hydra refuses a setting that occurs twice.
 
-    `chosen` are the groups that the parent's config has a choice for: to others a preset is added (`+`).
+    `chosen` are the config groups that the parent's config has already; a preset of another group needs a `+`.
     """
     settings = {"trainer.experiment_name": rescue.name, "trainer.default_local_dir": rescue.folder}
     settings |= {ON_ALARM: "log", "trainer.resume_mode": "auto"}
-    if rescue.checkpoint is not None and not checkpoints_in(Path(rescue.folder)):  # else it has one of its own
+    if rescue.checkpoint is not None and not checkpoints_in(Path(rescue.folder)):  # otherwise: its own newest
         settings |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": rescue.checkpoint}
     left = [each for each in given if re.sub(r"^[+~]+", "", each.partition("=")[0]) not in ("precision", *settings)]
     preset = f"{'' if 'precision' in chosen else '+'}precision={rescue.precision}"
@@ -113,7 +113,7 @@ def arguments(given: Sequence[str], rescue: Rescue, chosen: Sequence[str]) -> li
 
 
 def go_on(config: DictConfig, chosen: Sequence[str]) -> None:
-    """Have a driver whose run was rescued, at its start or its end, become the driver of the rescue."""
+    """Replace the driver of a rescued run, at its start or its end, with the driver of the rescue."""
     if (rescue := of_run(config)) is None:
         return
     if "ray" in sys.modules:

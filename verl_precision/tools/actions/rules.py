@@ -15,7 +15,7 @@ from verl_precision.mismatch.settings import ON_ALARM, MismatchSettings
 
 @rule("alarm-cannot-act")
 def alarm_cannot_act(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """A rescue that would fail, or change nothing, when the alarm begins it: hours after the start."""
+    """A rescue that would fail or change nothing, which would show only hours after the start of the run."""
     settings, actor = _settings(config), engines(config)[0]
     if settings.alarm.on_alarm != "rescue":
         return
@@ -33,7 +33,7 @@ def alarm_cannot_act(config: DictConfig, environment: Environment) -> Iterator[F
 
 @rule("engine-settings")
 def learning_rate_without_weights(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """The effective sample size that scales the rate is one of importance weights, which a loss has or is given."""
+    """The learning rate follows the effective sample size, which only a loss with importance weights has."""
     setting = "actor_rollout_ref.actor.fsdp_config.learning_rate_ess_base"
     if OmegaConf.select(config, setting) is not None and not weighs_responses(config):
         loss = config.actor_rollout_ref.actor.policy_loss.get("loss_mode")
@@ -45,5 +45,5 @@ def learning_rate_without_weights(config: DictConfig, environment: Environment) 
 def _settings(config: DictConfig) -> MismatchSettings:
     try:
         return MismatchSettings.from_config(config)
-    except ConfigurationError:  # another rule refuses it
+    except ConfigurationError:  # another rule reports it
         return MismatchSettings()

@@ -1,7 +1,7 @@
-"""Causal attention that computes inside in another dtype and rounds once, over spans of queries and keys.
+"""Causal attention over spans of queries and keys, which computes in another dtype (`inner`) and rounds once.
 
-A packed sequence is a span of rows; so is a request of a server, whose queries are new and whose keys lie in the pages
-of a cache. Spans with as many queries are computed together. Nothing is computed between sequences.
+A span is a packed sequence, or a request to a server: its queries are new, and its keys lie in the pages of a cache.
+Spans with the same number of queries are computed together. A token attends to its own sequence only.
 
 Shapes: N queries, M keys, H query heads, K key heads, D head size; B spans together, Q queries and S keys of each.
 """
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from verl_precision.tools.arithmetic.operations import backward_dtype, rounded
 
-_QUERIES = 128  # of one span that are computed at a time: scores stay small
-_KEYS = 2**10  # that are gathered at a time: wide copies of them stay in a cache of the CPU
+_QUERIES = 128  # of one span, computed at a time: keeps the scores small
+_KEYS = 2**10  # gathered at a time: their copies in `inner` fit into a CPU cache
 
 
 class SpansTogether(NamedTuple):
-    """Spans of as many queries."""
+    """Spans with the same number of queries."""
 
     queries_BQ: Tensor  # rows
-    keys_BS: Tensor  # rows; a shorter span repeats its first one, which is hidden
+    keys_BS: Tensor  # rows; a shorter span repeats its first row, which is masked
     first_B: Tensor  # position of the first query
 
 
@@ -31,12 +31,12 @@ class AttentionSpan(NamedTuple):
     """A sequence, or the end of one: its queries lie together, its keys anywhere."""
 
     query: int  # row of the first query
-    queries: int  # how many
+    queries: int  # number of queries
     keys: Tensor  # rows of all keys up to the last query's
 
 
 def plan(spans: Iterable[AttentionSpan]) -> list[SpansTogether]:
-    """Return what is computed at a time: pieces of long spans, or several short ones."""
+    """Return the parts that are computed at a time: pieces of long spans, or several short spans."""
     pieces: dict[int, list[AttentionSpan]] = defaultdict(list)
     for query, queries, keys in spans:
         for start in range(0, queries, _QUERIES):
@@ -61,9 +61,9 @@ def _together(pieces: list[AttentionSpan]) -> SpansTogether:
 
 
 def packed(positions_BT: Tensor, mask_BT: Tensor | None) -> list[SpansTogether]:
-    """Return the spans of a batch whose rows hold one sequence each, padded, or several, whose positions restart.
+    """Return the spans of a batch. A row has one padded sequence, or several, each of which restarts the positions.
 
-    Rows of queries and keys are those of the flattened batch. Where the mask is False nothing is computed.
+    Rows of queries and keys are rows of the flattened batch. Where the mask is False, nothing is computed.
     """
     begins = torch.ones_like(positions_BT, dtype=torch.bool)
     begins[:, 1:] = positions_BT.diff(dim=1) != 1
@@ -114,7 +114,7 @@ def attention(
 ) -> Tensor:
     """Return softmax(scale · q kᵀ) v, each query over the keys of its span up to its own position; 0 outside of spans.
 
-    Query heads come in groups of H / K, each with a key head.
+    Each group of H / K query heads shares one key head.
     """
     return _Attention.apply(q_NHD, k_MKD, v_MKD, scale, spans, inner)
 

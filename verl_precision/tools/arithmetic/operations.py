@@ -1,7 +1,7 @@
 """Operations that compute inside in another dtype (`inner`) and round once, to the dtype of their input.
 
-`inner` is FP32 or FP64. The gradient is that of the same formula, computed in FP32 (in FP64 for FP64) and rounded once
-to the operand's dtype. What is infinite or not a number natively is so here: the result has the same range.
+`inner` is FP32 or FP64. The gradient of the same formula is computed in FP32 (for FP64 in FP64) and rounded once to the
+operand's dtype. A result is infinite or NaN where the native result is, since its range is the same.
 
 Shapes: N tokens, H heads, D head size.
 """
@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_BLOCK = 2**20  # numbers of a weight, and of a product, that are wide at a time
+_BLOCK = 2**20  # elements of a weight, and of a product, that are in `inner` at a time
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x in another dtype; in 16 bits by way of FP32.
+    """Return x in another dtype; a dtype of 16 bits is reached through FP32.
 
-    A sum that is off by 1e-16 beside a tie of 16 bits falls on the tie again in FP32, and ties are what short sums of
-    16-bit numbers often are.
+    Short sums of 16-bit numbers are often ties: they lie halfway between two 16-bit numbers. If a sum misses such a tie
+    by 1e-16, FP32 rounds it to the tie again.
     """
     return x.to(torch.promote_types(dtype, torch.float32)).to(dtype)
 
@@ -31,7 +31,7 @@ def backward_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _RoundedOnce(torch.autograd.Function):
-    """A formula over floating-point operands; the backward computes it again, as gradient checkpointing does."""
+    """A formula of floating-point operands; the backward pass computes it again, as gradient checkpointing does."""
 
     @staticmethod
     def forward(ctx: Any, formula: Callable[..., Tensor], inner: torch.dtype, *operands: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class _RoundedOnce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors  # once: gradient checkpointing computes them as they are asked for
+        saved = ctx.saved_tensors  # read once: gradient checkpointing computes them at this read
         wide = backward_dtype(gradients[0].dtype)
         with torch.enable_grad(), torch.autocast(gradients[0].device.type, enabled=False):
             operands = [x.detach().to(wide).requires_grad_() for x in saved]
@@ -51,7 +51,7 @@ class _RoundedOnce(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """x Wᵀ + b, a block of rows of W at a time: a wide copy of a large head would not fit."""
+    """Computes x Wᵀ + b by blocks of rows of W: a copy of a large output head in `inner` would not fit in memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, inner: torch.dtype) -> Tensor:
@@ -105,12 +105,12 @@ def silu_and_mul(gate: Tensor, up: Tensor, *, inner: torch.dtype) -> Tensor:
 
 
 def rotary_frequencies(theta: float, head_size: int) -> Tensor:
-    """Return the angle of each pair of places in one step of position, FP64 [D / 2]."""
+    """Return the angle by which one position rotates each pair of dimensions, FP64 [D / 2]."""
     return float(theta) ** -(torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
 
 
 def rotary(x_NHD: Tensor, positions_N: Tensor, frequencies: Tensor, *, inner: torch.dtype) -> Tensor:
-    """Return each head turned by its token's position; place i is paired with place i + D / 2."""
+    """Return each head rotated by its token's position; dimension i is paired with dimension i + D / 2."""
     angles = positions_N[:, None, None].double() * frequencies.to(x_NHD.device)
     cos, sin = angles.cos(), angles.sin()
 

@@ -1,4 +1,4 @@
-"""Rules of exact arithmetic, in which nothing may round otherwise in one engine alone, and of stochastic rounding."""
+"""Rules of exact arithmetic, in which both engines must round in the same way, and of stochastic rounding."""
 
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
@@ -18,8 +18,8 @@ ROUNDING = "weight_sync.rounding"
 DRAFTS = "drafted tokens have other log-probs"
 OTHER_LOGITS, PENALTY = "the rollout's log-probs belong to other logits", "only the rollout's logits are changed"
 KERNELS, ADAPTER = "its kernels round differently", "vLLM rounds the products of an adapter separately"
-# Settings, what each may be, the one to choose last, and what would round or be compared otherwise. What vLLM makes of
-# its own settings beside them (`engine_kwargs`) `vllm_operations.require_supported` looks at, too.
+# Each row: a setting, its allowed values (the remedy names the last one), and what goes wrong with another value.
+# `vllm_operations.require_supported` also checks the settings that vLLM has from `engine_kwargs`.
 NEEDED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("trainer.device", ("cpu",), "this package replaces vLLM's operations only on a CPU"),
     (f"{ROLLOUT}.name", ("vllm",), "it uses its own operations"),
@@ -43,7 +43,7 @@ NEEDED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     (f"{MODEL}.use_liger", (False,), KERNELS),
     (f"{MODEL}.use_fused_kernels", (False,), KERNELS),
 )
-# Of each engine: settings below its own.
+# The same for each trainer engine, with settings below the engine's own.
 OF_ENGINE: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("_target_", (ENGINE,), "verl's engine computes log-probs in 16 bits (presets precision=... replace it)"),
     ("fp32_log_probs", (None, True), "the trainer computes log-probs in 16 bits"),
@@ -53,7 +53,7 @@ OF_ENGINE: tuple[tuple[str, tuple[object, ...], str], ...] = (
 
 @rule("not-exact")
 def not_exact(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """Arithmetic of ours is for some families of models; with `exact`, nothing may round in one engine alone."""
+    """This package's arithmetic supports some families of models; with `exact`, both engines must round alike."""
     arithmetic = OmegaConf.select(config, ARITHMETIC_SETTING)
     if arithmetic in (None, "native"):
         return
@@ -66,7 +66,7 @@ def not_exact(config: DictConfig, environment: Environment) -> Iterator[Fault]:
 
 
 def _otherwise_in_one_engine(config: DictConfig) -> Iterator[Fault]:
-    asked, trained, rows = "arithmetic=exact asks for equal log-probs, but", engines(config), [*NEEDED]
+    asked, trained, rows = "arithmetic=exact needs equal log-probs, but", engines(config), [*NEEDED]
     for engine in trained:
         rows += [(f"{engine.setting}.{setting}", values, otherwise) for setting, values, otherwise in OF_ENGINE]
         rows.append((engine.ulysses[0], (None, 1), "each rank rounds its own part of a sequence"))
@@ -80,7 +80,7 @@ def _otherwise_in_one_engine(config: DictConfig) -> Iterator[Fault]:
 
 
 def _refusal(model: Mapping[str, Any], brings_code: bool) -> ConfigurationError | None:
-    """Return why a model, by its `config.json`, has operations that are not rounded once; None also if it has none."""
+    """Return why a model's operations cannot be rounded once, by its `config.json`; None if they can, or without it."""
     if not (kind := model.get("model_type")):
         return None
     from transformers import AutoConfig

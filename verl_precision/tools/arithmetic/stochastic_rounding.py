@@ -1,7 +1,7 @@
-"""Weights rounded to the rollout's dtype at random, so that what is served is on average what was trained.
+"""Rounds weights to the rollout's dtype at random, so that on average the rollout has the trained weights.
 
 Nearest rounding hides from the rollout every update that stays below half of one unit in the last place. With
-stochastic rounding such an update changes the served weight with the probability that is its share of the unit.
+stochastic rounding the probability that such an update changes the rollout's weight is the update's share of the unit.
 """
 
 import hashlib
@@ -18,9 +18,9 @@ _CHUNK = 1 << 22  # elements rounded at a time: 100 MiB of temporaries, however 
 
 
 def round_what_is_sent(engine: Any, module: nn.Module) -> nn.Module:
-    """Round weights at random before they leave for the rollout: a step of an engine's build."""
+    """Round weights at random before they are sent to the rollout: a step of an engine's build."""
     dtype = torch_dtype(engine.engine_config.stochastic_rounding_to)
-    # The schedule counts the steps that changed the weights, and checkpoints hold it.
+    # The schedule counts the steps that changed the weights, and checkpoints contain this count.
     of_step = lambda weights: rounded_stream(weights, dtype, step=engine.lr_scheduler.last_epoch)  # noqa: E731
     engine.parts.append(EnginePart(sent=of_step))
     return module
@@ -29,7 +29,7 @@ def round_what_is_sent(engine: Any, module: nn.Module) -> nn.Module:
 def rounded_stream(
     weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, step: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a stream of weights, those in FP32 rounded at random, by the step and their names: others send the same."""
+    """Yield the weights, FP32 ones rounded at random. Step and name seed this, so all processes send the same."""
     for name, weight in weights:
         if weight.dtype == torch.float32:
             weight = round_stochastically(weight, dtype, seed_of(step, name))
@@ -50,9 +50,9 @@ def round_stochastically(weight: Tensor, dtype: torch.dtype, seed: int) -> Tenso
     ⌊x⌋ and ⌈x⌉ are the neighbours of x in the dtype, subnormal numbers among them. Source: Gupta et al., Deep Learning
     with Limited Numerical Precision, 2015, arXiv 1502.02551, section 3.
 
-    Probabilities are multiples of 2⁻²⁴; others (those of tiny numbers in FP16) count as the next multiple above. The
-    same seed, weight and kind of device give the same bits. What the dtype can hold, ±inf and ±0 among it, is
-    unchanged, and NaN stays NaN. Beyond the largest finite number there is no neighbour: there it is torch's rounding.
+    A probability is a multiple of 2⁻²⁴; another one (of a tiny number in FP16) counts as the next multiple above. The
+    same seed, weight and kind of device give the same bits. A value of the dtype, ±inf and ±0 included, does not
+    change, and NaN stays NaN. Beyond the largest finite number there is no neighbour, and torch's rounding is used.
     """
     flat = weight.detach().reshape(-1)
     rounded = torch.empty_like(flat, dtype=dtype)
@@ -63,7 +63,7 @@ def round_stochastically(weight: Tensor, dtype: torch.dtype, seed: int) -> Tenso
         bits = nearest.view(torch.int16)  # sign and magnitude: one more is the next number away from zero
         outwards = (error < 0) == nearest.signbit()
         other = torch.where(outwards, bits + 1, bits - 1).view(dtype)
-        probability = error.abs() / (other.float() - nearest.float()).abs()  # NaN for NaN and ±inf: stays nearest
+        probability = error.abs() / (other.float() - nearest.float()).abs()  # NaN for NaN and ±inf: keeps nearest
         drawn = torch.rand(x.shape, generator=generator, device=x.device)
         out.copy_(torch.where(drawn < probability, other, nearest))
     return rounded.view(weight.shape)

@@ -1,8 +1,8 @@
 """A trainer's model computes with operations that are rounded once: `arithmetic=rounded_once` or `exact`.
 
-Attention is registered with transformers' interface; it rotates queries and keys itself, since FSDP2 would cast angles
-to 16 bits on their way into a layer, and takes packed sequences apart by their positions. The other operations are the
-`forward` of each module of the table. A module that is in no table is refused by name: it would round in its own way.
+Attention is registered with transformers' interface. It rotates queries and keys itself, since FSDP2 would cast the
+angles to 16 bits on their way into a layer. It separates packed sequences by their positions. Each other operation
+replaces the `forward` of its module. A module that is in no table is refused by name: it would round in its own way.
 """
 
 from collections.abc import Callable
@@ -30,9 +30,9 @@ ATTENTION = "verl_precision"  # name of the attention in transformers
 
 
 def round_operations_once(engine: Any, module: nn.Module) -> nn.Module:
-    """Give a model, not sharded yet, operations that are rounded once: a step of an engine's build.
+    """Give an unsharded model operations that are rounded once: a step of an engine's build.
 
-    A GPU's products are rounded once in FP32 already; `exact` is refused there. Settings: the rule `not-exact`.
+    A GPU rounds its products once in FP32 already, and `exact` is refused there. The rule `not-exact` checks settings.
     """
     inner, on_cpu = inner_dtype(), get_device_name() == "cpu"
     if arithmetic_in_use() == EXACT and not on_cpu:
@@ -43,11 +43,11 @@ def round_operations_once(engine: Any, module: nn.Module) -> nn.Module:
 
 
 def replace_operations(module: nn.Module, inner: torch.dtype) -> None:
-    """Replace the operations of a model of transformers, perhaps in a wrapper of PEFT."""
+    """Replace the operations of a transformers model, with or without PEFT's wrapper."""
     config: Any = module.config
     require_family(config)
     AttentionInterface.register(ATTENTION, _attention)
-    AttentionMaskInterface.register(ATTENTION, flash_attention_mask)  # two dimensions, or None
+    AttentionMaskInterface.register(ATTENTION, flash_attention_mask)  # gives a mask of two dimensions, or None
     module.set_attn_implementation(ATTENTION)  # type: ignore[operator]
     for name, part in module.named_modules():
         try:
@@ -64,7 +64,7 @@ def _mlp(part: Any, inner: torch.dtype, x: Tensor) -> Tensor:
     return part.down_proj(operations.silu_and_mul(part.gate_proj(x), part.up_proj(x), inner=inner))
 
 
-# Modules of a family, by the end of their names, and of torch. None: they call others, look up, or add.
+# A family's modules by the end of their names, and torch's. None: the module only calls others, looks up, or adds.
 _OF_FAMILY: dict[str, Callable[..., Any] | None] = {
     "RMSNorm": lambda part, inner, x: operations.rms_norm(x, part.weight, part.variance_epsilon, inner=inner),
     "MLP": _mlp,
@@ -75,11 +75,11 @@ _OF_TORCH: dict[type, Callable[..., Any] | None] = {
     nn.Linear: lambda part, inner, x: operations.linear(x, part.weight, part.bias, inner=inner),
     **dict.fromkeys((nn.Embedding, nn.ModuleList, nn.ModuleDict, nn.ParameterDict, nn.Dropout, nn.Identity)),
 }
-_OF_NONE = ("transformers.activations", "peft.")  # called by a module of the table, or calling some
+_OF_NONE = ("transformers.activations", "peft.")  # modules of the tables call these, or these call them
 
 
 def _operation(part: nn.Module, model_type: str) -> Callable[..., Any] | None:
-    """Return what replaces a module's forward, if anything does; KeyError: it is in no table."""
+    """Return what replaces a module's forward, None to keep it; KeyError if the module is in no table."""
     kind = type(part)
     if kind.__module__.startswith(_OF_NONE):
         return None
@@ -99,7 +99,7 @@ def _attention(
     position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention of a batch, [B, T, H, D], as transformers asks for it: its operands are [B, H, T, D]."""
+    """Return the attention of a batch, [B, T, H, D], by transformers' interface, whose operands are [B, H, T, D]."""
     batch, _, tokens, size = query.shape
     if position_ids is None or key.shape[2] != tokens or (attention_mask is not None and attention_mask.dim() != 2):
         raise refused("the model was called with cached keys or a custom mask", "whole sequences, with positions")

@@ -1,8 +1,8 @@
 """vLLM on a CPU computes with operations that are rounded once: `arithmetic=rounded_once` or `exact`.
 
-By vLLM's own means where it has some: operations registered out of tree, an attention backend in the place
-of `CPU_ATTN`. Its cache keeps the model's dtype, so that prefix cache, chunked prefill and batches of any size read the
-same keys. Linear layers get their kernel from a wrapped dispatch, and log-probs are taken in a wrapped sampler.
+This uses vLLM's own interfaces where they exist: operations registered out of tree, an attention backend in place of
+`CPU_ATTN`. The KV cache has the model's dtype, so that prefix cache, chunked prefill and batches of any size read the
+same keys. Two functions are wrapped: the one that gives linear layers their kernel, and the sampler with its log-probs.
 """
 
 from functools import partial
@@ -66,7 +66,7 @@ def _inner() -> torch.dtype:
 
 
 class _RMSNorm(RMSNorm):
-    """Also adds the residual, in the model's dtype: a sum of two numbers has one rounding anyway."""
+    """Also adds the residual, in the model's dtype: the sum of two numbers is rounded once anyway."""
 
     def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Any:
         x = x if residual is None else x + residual
@@ -84,7 +84,7 @@ class _SiluAndMul(SiluAndMul):
 
 
 class _RotaryEmbedding(RotaryEmbedding):
-    """Turns by angles in FP64, of the model's own config."""
+    """Rotates by FP64 angles, computed from the model's own config."""
 
     def forward_native(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Any]:
         frequencies = operations.rotary_frequencies(self.base, self.head_size)
@@ -99,14 +99,14 @@ class _RotaryEmbedding(RotaryEmbedding):
 
 
 class Step(NamedTuple):
-    """What the attention of a step reads, the same in all layers."""
+    """The plan of attention in a step, the same for all layers."""
 
     tokens: int
     spans: list[SpansTogether]
 
 
 class _StepBuilder(CPUAttentionMetadataBuilder):
-    """Plans a step: requests have queries one after the other, and keys in the blocks of their table."""
+    """Plans a step: the queries of the requests are consecutive, their keys lie in the blocks of their tables."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         step, size = common_attn_metadata, self.kv_cache_spec.block_size
@@ -121,7 +121,7 @@ class _StepBuilder(CPUAttentionMetadataBuilder):
 def _rows(kv_cache: Tensor) -> Tensor:
     """Return a layer's cache by its slots, [slots, key and value, heads, size]: another view of the same memory.
 
-    vLLM makes it [blocks, heads, tokens of a block, 2 x size], which the kernel that this stands for reads.
+    vLLM allocates it as [blocks, heads, tokens of a block, 2 x size], for the kernel that is replaced here.
     """
     blocks, heads, tokens, both = kv_cache.shape
     return kv_cache.view(blocks * tokens, 2, heads, both // 2)
@@ -139,7 +139,7 @@ class _AttentionImpl(CPUAttentionBackendImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        real = slot_mapping >= 0  # padding's are negative
+        real = slot_mapping >= 0  # padding has negative slots
         _rows(kv_cache)[slot_mapping[real]] = torch.stack((key, value), 1)[: len(real)][real]
 
     def forward(
@@ -157,7 +157,7 @@ class _AttentionImpl(CPUAttentionBackendImpl):
 class _Attention(CPUAttentionBackend):
     """Attention over a cache in the model's dtype, of vLLM's own size (`_rows`)."""
 
-    get_supported_head_sizes: Any = classmethod(lambda cls: [])  # any
+    get_supported_head_sizes: Any = classmethod(lambda cls: [])  # any size
     get_impl_cls: Any = staticmethod(lambda: _AttentionImpl)
     get_builder_cls: Any = staticmethod(lambda: _StepBuilder)
 
@@ -166,7 +166,7 @@ def _linear_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     layer = args[0] if args else kwargs["layer"]
     inner = inner_dtype()
     if inner is not None and layer.weight.ndim == 2 and layer.weight.is_floating_point() and not layer.weight.is_meta:
-        # reads the weight itself, which stays as it was loaded
+        # This kernel reads the weight as it was loaded.
         layer.cpu_linear = partial(operations.linear, inner=inner)
     else:
         wrapped(*args, **kwargs)
@@ -178,7 +178,7 @@ def _log_probs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def _sampled(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Sample as vLLM does, and take the log-probs of the logits that it samples from."""
+    """Sample as vLLM does, and compute the log-probs from the logits that vLLM samples from."""
     logits, generators, k, p = args
     logits = apply_top_k_top_p(logits, k, p)
     processed = instance.logprobs_mode == "processed_logprobs"
