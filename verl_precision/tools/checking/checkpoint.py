@@ -1,8 +1,8 @@
-"""Does a checkpoint fit FP16? Its weights, tensor by tensor, cast in slices, never the whole.
+"""Checks whether a checkpoint fits FP16: casts its weights tensor by tensor, in slices, never a whole tensor.
 
-FP16 holds magnitudes up to 65504; below 2**-14 its numbers are subnormal and lose bits, and what is not above 2**-25
-becomes zero. A weight beyond 65504 becomes infinite and the model's output NaN; subnormal and flushed weights are
-normal in small numbers (they contribute little), and suspicious in large ones.
+FP16 holds magnitudes up to 65504. Below 2**-14 its numbers are subnormal and lose bits; magnitudes up to 2**-25 become
+zero. A weight beyond 65504 becomes infinite, and the model's output NaN. A small number of subnormal and flushed
+weights is normal, since they contribute little; a large number is suspicious.
 """
 
 import json
@@ -16,9 +16,9 @@ from verl_precision.base.dtypes import DTYPES
 from verl_precision.base.errors import ConfigurationError
 
 FP16_SMALLEST_NORMAL = 2.0**-14
-SLICE_ELEMENTS = 4 << 20  # Elements looked at in one go: 8 MiB in BF16, and a few temporaries of that size.
-FLUSH_WARNING = 0.01  # More than this share of a tensor's non-zero weights rounded to zero is worth a look.
-STORED = {known.safetensors: known.torch for known in DTYPES.values()} | {"F64": "float64"}  # read: their name in torch
+SLICE_ELEMENTS = 4 << 20  # Elements cast at a time: 8 MiB in BF16, and a few temporaries of that size.
+FLUSH_WARNING = 0.01  # Warn if a larger share of a tensor's weights is rounded to zero.
+STORED = {known.safetensors: known.torch for known in DTYPES.values()} | {"F64": "float64"}  # name in torch
 INDEX = "model.safetensors.index.json"
 
 
@@ -56,7 +56,7 @@ class CheckpointReport:
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """The result in one sentence."""
         if not self.ok:
             lost = [tensor.lost for tensor in self.tensors if tensor.lost]
             where = f"{sum(lost)} weight(s) in {len(lost)} tensor(s)"
@@ -70,8 +70,8 @@ class CheckpointReport:
 def audit_checkpoint(path: Path, track: Callable[[list], Iterable] = iter) -> CheckpointReport:
     """Audit every floating-point tensor of a safetensors checkpoint.
 
-    The path is a folder in Hugging Face format, sharded or not, or one .safetensors file; one that is missing or broken
-    is a ConfigurationError. `track` gets the tensors, and yields them: it may show how far it is.
+    The path is a folder in Hugging Face format, sharded or not, or one .safetensors file. A missing or broken file is a
+    ConfigurationError. `track` yields the tensors' names, and may show progress.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -94,7 +94,7 @@ def audit_checkpoint(path: Path, track: Callable[[list], Iterable] = iter) -> Ch
 
 
 def _files_of(path: Path) -> list[Path]:
-    """Return a checkpoint's files: one, those that an index names, be they there or not, or all in a folder."""
+    """Return a checkpoint's files: one file, the files that an index names (missing ones too), or all in a folder."""
     if path.is_file() and path.suffix == ".safetensors":
         return [path]
     index = path / INDEX
@@ -108,7 +108,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _slices(content: Any, name: str) -> Iterator[Any]:
-    """Yield a tensor in slices of some rows, flat; it is mapped, and its pages go when the memory is needed."""
+    """Yield a tensor in flat slices of some rows; the file is mapped, and its pages are freed if memory is short."""
     described = content.get_slice(name)
     if not (shape := described.get_shape()):
         yield content.get_tensor(name).flatten()
@@ -119,7 +119,7 @@ def _slices(content: Any, name: str) -> Iterator[Any]:
 
 
 def audit_tensor(name: str, dtype: str, slices: Iterable[Any]) -> TensorReport:
-    """Audit one tensor, given as flat slices, whose dtype has this name in safetensors."""
+    """Audit one tensor, given as flat slices; `dtype` is the name of its dtype in safetensors."""
     elements, largest, overflows, not_finite, subnormal, flushed = 0, 0.0, 0, 0, 0, 0
     for values in filter(len, slices):
         magnitude, finite, cast = values.abs(), values.isfinite(), values.half()

@@ -1,7 +1,7 @@
 """Composes the config of a run from a recipe, from overrides, or from a command.
 
-A main of verl's is a module with `hydra.main`: name and folder of its config stand in that decorator, which is read and
-not run. A config is composed as `python -m verl.trainer.main_ppo --config-dir ... --config-name ...` does.
+A main of verl is a module with `hydra.main`. This decorator has the name and the folder of the config; it is read, not
+run. A config is composed as `python -m verl.trainer.main_ppo --config-dir ... --config-name ...` does.
 """
 
 import re
@@ -23,19 +23,19 @@ from verl_precision.check.who_decides import let_presets_win
 from verl_precision.tools.checking.words import wrong_words
 
 MAIN = "verl.trainer.main_ppo"
-REFUSES = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)  # what composing raises
+REFUSES = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)  # errors that composing raises
 _STARTER = re.compile(r"(^|/)(python[\d.]*|bash|sh|torchrun|accelerate|deepspeed|ray|srun|mpirun)$|\.(sh|py)$")
 _CONFIG = re.compile(r'hydra\.main\(config_path="(\w+)", config_name="(\w+)"')
 
 
 def read_command(words: Sequence[str], gone: list[ConfigurationError] | None = None) -> tuple[Path, list[str]]:
-    """Return YAML and overrides of what was typed: a recipe and both, overrides of verl's own, or a whole command.
+    """Return YAML and overrides of the typed words: a recipe with overrides, overrides of verl's config, or a command.
 
-    A main that verl has no more is refused; or, given a list, its refusal is put there, and the config is that of the
-    main to take instead.
+    A main that verl no longer has is refused. With a list `gone`, the refusal is appended to the list instead, and the
+    config is that of the main to use instead.
 
     Raises:
-        ConfigurationError: For a shell script, which would have to be run to be known, and a main that is not verl's.
+        ConfigurationError: For a shell script, whose command only a run shows, and for a main that is not verl's.
     """
     words = list(words)
     if (found := _main_in(words)) is not None:
@@ -54,7 +54,7 @@ def read_command(words: Sequence[str], gone: list[ConfigurationError] | None = N
 
 
 def _main_in(words: Sequence[str]) -> tuple[int, str] | None:
-    """Return place and module of what a command runs: verl's, or else the first one; None where it names none."""
+    """Return position and module of a command's main: verl's, or otherwise the first; None if the command has none."""
     found: list[tuple[int, str]] = []
     for number, word in enumerate(words):
         before = words[number - 1] if number else ""
@@ -95,7 +95,7 @@ def _composed_by(own: Path, words: list[str]) -> tuple[Path, list[str]]:
 
 
 def _config_of(module: str, gone: list[ConfigurationError] | None = None) -> Path:
-    """Return the YAML that a main of verl's takes by itself; refuse what is no main, or no run of RL."""
+    """Return the default YAML of a main of verl; refuse a module that is no main, or does not run RL."""
     place, allowed, instead = _verl().parent.joinpath(*module.split(".")), ", ".join(mains()), ""
     files = (place.with_suffix(".py"), place / "__main__.py")
     path = next((path for path in files if module.startswith("verl.") and path.is_file()), None)
@@ -119,14 +119,14 @@ def _config_of(module: str, gone: list[ConfigurationError] | None = None) -> Pat
 
 
 def _own_config(path: Path) -> Path | None:
-    """Return the YAML that `hydra.main` names in a file; None where it starts no run of RL."""
+    """Return the YAML that `hydra.main` names in a file; None if the file starts no RL run."""
     text = path.read_text(encoding="utf-8")
-    found = _CONFIG.search(text) if "run_ppo" in text else None  # what each main of RL calls
+    found = _CONFIG.search(text) if "run_ppo" in text else None  # every main of RL calls run_ppo
     return found and path.parent / found[1] / f"{found[2]}.yaml"
 
 
 def mains() -> list[str]:
-    """Return every main of the installed verl that runs RL, its own first."""
+    """Return every main of the installed verl that runs RL, main_ppo first."""
     files = [*_verl().glob("trainer/*.py"), *_verl().glob("experimental/*/*.py")]
     found = [".".join(path.with_suffix("").relative_to(_verl().parent).parts) for path in files if _own_config(path)]
     return sorted(found, key=lambda name: (name != MAIN, name))
@@ -153,7 +153,7 @@ def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:
         config = composed(overrides)
         require_complete(config)
         let_presets_win(config)
-        if wrong := mistyped(config):  # resolvers and rules would compute with the text
+        if wrong := mistyped(config):  # otherwise resolvers and rules would compute with text
             raise wrong[0]
         OmegaConf.resolve(config.actor_rollout_ref)
     except VerlPrecisionError:
@@ -164,7 +164,7 @@ def compose_recipe(path: Path, overrides: Sequence[str]) -> DictConfig:
 
 
 def composer(path: Path) -> Callable[[Sequence[str]], DictConfig]:
-    """Return what composes a recipe with overrides as verl does, with Hydra's own node."""
+    """Return a function that composes a recipe with overrides as verl does, with Hydra's own node."""
     own = OmegaConf.select(read_recipe(path), "hydra.searchpath") or []
     _verl()
     import verl  # noqa: F401 - loads the plugin, and with it search path and resolvers
@@ -183,7 +183,7 @@ def composer(path: Path) -> Callable[[Sequence[str]], DictConfig]:
 
 
 def require_recipe(path: Path) -> None:
-    """Refuse a recipe that is not there, or a folder in its place."""
+    """Refuse a recipe that does not exist, or that is a folder."""
     if path.is_dir():
         inside = [str(each) for each in sorted(path.glob("*.yaml"))] or ["the YAML itself"]
         problem, allowed = f"{path} is a folder, not a recipe", ", ".join(inside)
@@ -194,11 +194,11 @@ def require_recipe(path: Path) -> None:
 
 
 def read_recipe(path: Path) -> DictConfig:
-    """Return the YAML of a recipe that is there; refuse by file and line what is none."""
+    """Return the YAML of a recipe; refuse a file that is no recipe, by file and line."""
     require_recipe(path)
     try:
         content = OmegaConf.load(path)
-    except (*REFUSES, OSError) as error:  # OSError: a number in place of keys, or no rights
+    except (*REFUSES, OSError) as error:  # OSError: a number instead of keys, or no right to read
         raise in_our_words(error, path) from error
     if not isinstance(content, DictConfig):
         raise ConfigurationError(f"{path} is not a recipe: its YAML has no keys")
@@ -206,7 +206,7 @@ def read_recipe(path: Path) -> DictConfig:
 
 
 def in_our_words(error: Exception, path: Path) -> ConfigurationError:
-    """Return what is wrong with a recipe, or with a word that cannot be read, from the error that it led to."""
+    """Return this package's error for one of Hydra, OmegaConf or YAML about a recipe or a word of the command."""
     if isinstance(error, OverrideParseException):
         problem, remedy = f"Hydra cannot read `{error.override}`", "Put quotes into the value: KEY=\"'VALUE'\"."
         return ConfigurationError(problem, allowed="KEY=VALUE, +KEY=VALUE or ~KEY", remedy=remedy)
@@ -219,7 +219,7 @@ def in_our_words(error: Exception, path: Path) -> ConfigurationError:
 
 
 def recorded_config(folder: Path) -> DictConfig | None:
-    """Return the config that a run has left in its folder: Hydra's own copy, or the settings beside its checkpoints."""
+    """Return the config that a run wrote to its folder: Hydra's copy, or the settings beside its checkpoints."""
     import verl  # noqa: F401 - loads the plugin, and with it the resolvers
 
     from verl_precision.integration.trainer.run_identity import run_in

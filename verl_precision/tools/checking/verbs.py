@@ -16,7 +16,7 @@ from verl_precision.base.errors import ConfigurationError, VerlPrecisionError, d
 from verl_precision.base.terminal import paragraph, terminal_table
 from verl_precision.cli.verb import console, errors, silence_third_party, verb
 
-if TYPE_CHECKING:  # some import torch, and the first findings are shown before that
+if TYPE_CHECKING:  # these modules may import torch; the first findings are shown earlier
     from verl_precision.tools.checking.installation import Finding
     from verl_precision.tools.checking.recipe_config import RecipeReport
 
@@ -62,7 +62,7 @@ def check(
     if config is None and (gpu or model_config):
         raise BadParameter("--gpu and --model-config need a run. Give a recipe or a command too.")
     ok, words = True, [] if config is None else [config, *(overrides or [])]
-    gc.set_threshold(200_000)  # imports make millions of objects that stay: collecting is a quarter of a check's time
+    gc.set_threshold(200_000)  # imports make millions of lasting objects; collecting takes a quarter of the time
     with silence_third_party():
         if model is not None:
             ok = _check_model(model, as_json)
@@ -168,7 +168,7 @@ def _check_installation(as_json: bool) -> bool:
         ok = all(each.ok for each in found)
         print(json.dumps({"ok": ok, "versions": versions, "findings": [*map(vars, found)]}, indent=2))
         return ok
-    named = "  ".join(f"{name}\u00a0{version}" for name, version in versions.items())  # a line ends between pairs
+    named = "  ".join(f"{name}\u00a0{version}" for name, version in versions.items())  # lines break only between pairs
     _print(paragraph(named, console).replace("\u00a0", " "))
     if wrong := _show_findings(findings()):
         _print(f"{wrong} problem(s): see FAIL above", style="red")
@@ -189,7 +189,7 @@ def _check_cluster(address: str, words: list[str], paths: list[str]) -> bool:
 
 
 def _show_findings(findings: Iterable["Finding"]) -> int:
-    """Print each finding, a line a finding, as soon as it is known; return how many are problems."""
+    """Print each finding as soon as it is known, one line for each; return the number of problems."""
     wrong = 0
     for finding in findings:
         mark = Text("warn ", "yellow") if finding.warning else Text("ok   ", "green")

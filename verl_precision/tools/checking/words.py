@@ -1,6 +1,6 @@
 """Words of a command that Hydra or verl refuses: unknown, renamed, removed, misspelt, already present.
 
-Where a key is meant is looked up in the config that the command composes, with its engine.
+The key that was meant is searched in the config that the command composes, with its engine.
 """
 
 import re
@@ -21,7 +21,7 @@ from verl_precision.check.verl_refusals import is_refused
 from verl_precision.check.who_decides import decisions, is_option
 from verl_precision.presets import preset_groups, preset_names
 
-# Blocks whose content verl hands to somebody else, vLLM, Ray, transformers or a user's class: any key may be read.
+# Blocks whose content verl passes on to vLLM, Ray, transformers or a user's class, which may read any key.
 HANDED_ON = re.compile(r"(^|\.)(\w*kwargs|override_\w+|custom|ray_init|runtime_env|env_vars|\w+_options|hydra)\.")
 _TO_DROP = "Drop it."
 
@@ -31,7 +31,7 @@ def wrong_words(
 ) -> tuple[list[ConfigurationError], DictConfig]:
     """Return an error for each word that Hydra refuses, and the config of the other words.
 
-    Nothing where Hydra cannot read a word, or what groups a config is made of: that is one error by itself.
+    There are none if Hydra cannot read a word, or cannot compose the config groups: that is one error by itself.
     """
     try:
         words = OverridesParser.create().parse_overrides(list(overrides))
@@ -46,7 +46,7 @@ def wrong_words(
     origins = {key: each for key, each in told if each.group not in ("", "scale") and not is_option(key, each)}
     errors: dict[str, ConfigurationError] = {}
     for word in words:
-        if word in groups and word not in twice:  # composed already; such a word names no key
+        if word in groups and word not in twice:  # it is in the config already, and names no key
             continue
         key, value, given = word.key_or_group, word.value(), word.input_line.partition("=")[2] or "VALUE"
         has_value = word.is_add() and key in known and OmegaConf.select(config, key) is not None
@@ -54,7 +54,7 @@ def wrong_words(
             problem, remedy = f"{path} has it already; + adds", f"Write {word.input_line[1:]}, without the +."
             errors[key] = ConfigurationError(problem, setting=key, value=given, remedy=remedy)
         elif has_value and key in origins:
-            preset, said = origins[key].who, origins[key].value  # and not even presets=win can put it right
+            preset, said = origins[key].who, origins[key].value  # presets=win does not help either
             problem = f"{preset} has it already, as {said}, and + adds only what is not there"
             remedy = f"Leave out {word.input_line}, or {preset} if that is not what you want."
             errors[key] = ConfigurationError(problem, setting=key, value=given, allowed=str(said), remedy=remedy)
@@ -71,7 +71,7 @@ def wrong_words(
 def unknown(key: str, value: str, every: Iterable[str], deleted: bool = False) -> ConfigurationError:
     """Return the error for a key that verl does not have, given the existing keys.
 
-    No key is to be added where nothing would read it, or by a command that deletes one.
+    The remedy adds no key that nothing would read, and no key in a command that deletes it.
     """
     known = set(every)
     problem, allowed = "verl has no such setting", ""
@@ -85,7 +85,7 @@ def unknown(key: str, value: str, every: Iterable[str], deleted: bool = False) -
     if section in ("moved", "unread") and is_there:
         problem, allowed = "verl has moved this setting", new
         remedy = f"Write {'' if new in known else '+'}{new}={value}."
-        if value == "null":  # it was the default, which is not null everywhere today
+        if value == "null":  # null was the default; today some defaults are not null
             remedy = _TO_DROP
     elif section == "gone":
         problem, remedy = f"verl has removed this setting: {row}", _TO_DROP
@@ -105,7 +105,7 @@ def meant(word: str, known: Iterable[str]) -> str:
     beside = {each.rpartition(".")[2]: each for each in every if each.rpartition(".")[0] == parent}
     alike = [beside[each] for each in get_close_matches(name, beside, n=1, cutoff=0.75)]
     alike = alike or [each for each in every if each.endswith(f".{word}")]
-    if not alike and parent:  # a block was mistyped, or is another one
+    if not alike and parent:  # the block is mistyped, or is the wrong one
         top = parent.partition(".")[0]
         same = [each for each in every if each.endswith(f".{name}")]
         alike = get_close_matches(word, same, n=1, cutoff=0.9)
@@ -115,7 +115,7 @@ def meant(word: str, known: Iterable[str]) -> str:
 
 
 def added(config: DictConfig, overrides: Sequence[str]) -> Iterator[Fault]:
-    """Yield a fault for each key behind a + that verl had once, or that is a group of presets, misspelt."""
+    """Yield a fault for each key after a + that verl had once, or that is a misspelt group of presets."""
     every = set(keys_of(OmegaConf.to_container(config, resolve=False)))
     for word in overrides:
         key, _, value = word.lstrip("+").partition("=")
@@ -123,10 +123,10 @@ def added(config: DictConfig, overrides: Sequence[str]) -> Iterator[Fault]:
             continue
         severity: Severity = "error"
         group = "" if "." in key else next(iter(get_close_matches(key, preset_groups(), n=1, cutoff=0.8)), "")
-        if group:  # Hydra adds it as a setting
+        if group:  # Hydra would add it as a setting
             problem, allowed = "there is no preset group of this name", ", ".join(preset_names(group))
             error = ConfigurationError(problem, allowed=allowed, remedy=f"Did you mean +{group}={value}?")
-        elif section := "" if "async_training" in config else row_of(key)[0]:  # its main reads old keys, too
+        elif section := "" if "async_training" in config else row_of(key)[0]:  # that main reads old keys, too
             error, severity = unknown(key, value, every - {key}), "warning" if section == "gone" else "error"
         elif is_refused(config, key):
             error = unknown(key, value, every - {key})

@@ -39,7 +39,7 @@ CATALOG = {name: PaperDataSet(**values) for name, values in _CONTENT["data_sets"
 LAYOUTS: dict[str, dict[str, str]] = _CONTENT["layouts"]  # meaning -> column
 TEMPLATES: dict[str, dict[str, str]] = _CONTENT["templates"]  # role -> text with {question}
 MODEL, TASKS = "smollm2_135m_instruct", "reasoning_gym"
-# Options beside --output.
+# Options of each name, besides --output.
 _OPTIONS: dict[str, tuple[str, ...]] = dict.fromkeys(CATALOG, ("template", "source", "synthetic", "skip-size-check"))
 _OPTIONS |= {MODEL: ("source",), TASKS: ("task", "level", "size", "seed")}
 NAMES = tuple(_OPTIONS)
@@ -59,7 +59,7 @@ def require_options(name: str, given: Mapping[str, object]) -> None:
 
 
 def last_boxed(solution: str) -> str:
-    r"""Return the last boxed answer of a data set's solution; one without is a ConfigurationError."""
+    r"""Return the last boxed answer of a data set's solution; a solution without one is a ConfigurationError."""
     if (box := braced_box(solution)) is not None:
         return box
     # Some solutions of MATH are written \boxed 2 or \fbox{2}.
@@ -78,7 +78,7 @@ def read_row(layout: str, row: Row) -> Question:
     user = [message["content"] for message in question if message["role"] == "user"]
     if len(user) != 1:
         raise ConfigurationError(f"{len(user)} user messages in prompt; 1 is expected")
-    # DAPO and Guru put words around a problem. They are taken off, so that any template can go on.
+    # DAPO and Guru put instructions around a problem. These are removed, so that any template can be used.
     text = user[0].removeprefix(_DAPO_BEFORE).removesuffix(_DAPO_AFTER).strip().removesuffix(_GURU_AFTER).strip()
     return Question(text, str(answer["ground_truth"]), str(row["data_source"]))
 
@@ -91,5 +91,5 @@ def _answer(layout: str, answer: Any) -> str:
         if not found:
             raise ConfigurationError(f"no #### in the solution {answer[-80:]!r}")
         return last.strip().replace(",", "")
-    # Some sets hold whole numbers as floats. What is missing is no answer, and refused as an empty one.
+    # Some data sets store whole numbers as floats. A missing answer becomes an empty one, which is refused later.
     return "" if answer is None else re.sub(r"^(-?\d+)\.0$", r"\1", str(answer))

@@ -28,7 +28,7 @@ def prepare(
         problem = "--synthetic makes its own problems and --source reads a file"
         raise ConfigurationError(problem, remedy="Give one of them.")
     if synthetic:
-        # 64 sums: a machine without network then has data in the same prompts.
+        # 64 sums in the same prompts, for a machine without network.
         sums = [(first, second) for first in range(10, 100) for second in range(1, 10)][::12]
         questions = [Question(f"What is {a} + {b}?", str(a + b), "stand_in") for a, b in sums[:64]]
         rows: Sequence[Any] = questions

@@ -15,22 +15,22 @@ from verl_precision.base.versions import installed_version
 from verl_precision.tools.jobs.problems import read_rows, write_table
 from verl_precision.tools.rewards.reasoning_gym_answer import build, compute_score, require_reasoning_gym
 
-# The system's message: where there is none, some templates have one of their own. By lines of the answer: one, or more.
+# System messages for an answer of one line, and of several. Without one, some chat templates add their own.
 INSTRUCTIONS = ('Answer in one line: "Answer: ..."', 'Give the answer alone after "Answer:".')
 
 
 def write_tasks(path: Path, tasks: Sequence[str], levels: Sequence[int], size: int, seed: int) -> str:
     """Write `size` questions of each task and level as parquet in verl's format; return one line about them.
 
-    The file's ground truths are for the reward `reasoning_gym_answer`; a task whose own answers that cannot score is
-    refused. A file with the same content is left as it is, and another one at this path is refused.
+    The file's ground truths are for the reward `reasoning_gym_answer`; a task is refused if that reward rejects the
+    task's own answers. A file with the same content stays as it is, and another file at this path is refused.
     """
     require_each_once("--task", tasks)
     require_each_once("--level", levels)
     for task, level in product(tasks, levels):
         _require_level(task, level)
     rows = [row for task, level in product(tasks, levels) for row in _rows(task, level, size, seed)]
-    kept = [*{row["prompt"][-1]["content"]: row for row in reversed(rows)}.values()][::-1]  # the first of equal ones
+    kept = [*{row["prompt"][-1]["content"]: row for row in reversed(rows)}.values()][::-1]  # the first of equals
     for index, row in enumerate(kept):
         row["extra_info"]["index"] = index
     counted = f"{len(kept)} questions of {', '.join(tasks)} at level {', '.join(map(str, levels))}, seed {seed}"
@@ -61,13 +61,13 @@ def _rows(task: str, level: int, size: int, seed: int) -> list[dict[str, Any]]:
         remedy = "Choose another task, or another level."
         return ConfigurationError(problem, setting="--task", value=task, remedy=remedy)
 
-    # Question i has the seed `seed` + i there: sets of consecutive seeds would share nearly all questions.
+    # reasoning_gym's question i has the seed `seed` + i: sets of consecutive seeds would share nearly all questions.
     sizes = {"size": size, "seed": response_seed(seed, task, level)}
     try:
         entries = [*build(task, level, **sizes)]
         truths = [json.dumps({"task": task, "level": level, "entry": entry}) for entry in entries]
     except (AssertionError, ValueError, TypeError) as error:
-        if isinstance(error, ConfigurationError):  # of a task that is refused by name
+        if isinstance(error, ConfigurationError):  # `build` refuses this task by name
             raise
         raise refusal(f"reasoning_gym cannot make it at level {level} ({error})") from error
     rows, source = [], f"reasoning_gym/{task}"

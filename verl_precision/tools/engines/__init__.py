@@ -1,1 +1,1 @@
-"""vLLM that samples and verl's engine that scores, each in a process of its own."""
+"""vLLM samples and verl's engine scores, each in its own process."""

@@ -19,13 +19,13 @@ class _OfResponse:
 
 @dataclass(frozen=True)
 class SampleRequest(_OfResponse):
-    """A response to draw, or with `response_token_ids` one to score."""
+    """A request to draw a response, or with `response_token_ids` to score one."""
 
     prompt_token_ids: tuple[int, ...]
     max_tokens: int = 0  # most tokens to generate
     seed: int = 0  # of this response alone
     response_token_ids: tuple[int, ...] = ()
-    routed_experts: Any = None  # to replay: int16 [tokens, layers, top_k] of NumPy, without the last token's
+    routed_experts: Any = None  # to replay: NumPy int16 [tokens, layers, top_k], without the last token
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class SamplerSettings:
     model: str  # as in `find_model`
     dtype: str
     max_model_len: int  # most tokens of prompt and response together
-    log_probs: bool = False  # whether the log-prob of each token is returned, else the text is
+    log_probs: bool = False  # whether to return each token's log-prob; otherwise the text is returned
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    divide_logits_by: float = 1.0  # a temperature that scores have too; vLLM's own is of what it draws alone
-    arithmetic: str | None = None  # of its operations; None: the process's own
+    divide_logits_by: float = 1.0  # a temperature for scores too; vLLM's own applies only to drawn tokens
+    arithmetic: str | None = None  # of vLLM's operations; None: the process's own
     more: Mapping[str, Any] = field(default_factory=dict)  # further settings of `vllm.LLM`, such as logprobs_mode
 
 
@@ -65,17 +65,17 @@ class ScorerSettings:
     attention: str  # sdpa, flash_attention_2, or another that is registered with transformers
     micro_batch_tokens: int  # of one forward, padding included
     packed: bool = False  # whether sequences have no padding
-    fp32_log_probs: bool = True  # taken in FP32, as our engine does it
+    fp32_log_probs: bool = True  # computed in FP32, as this package's engine does
     fp32_output_head: bool = False  # whether the logits are computed in FP32, too
     temperature: float = 1.0
-    # verl's mode of a mixture of experts: with R2 a response tells which experts its routers choose, with R3 they take
-    # those of the request.
+    # verl's mode for a mixture of experts. R2: the response has the experts that the routers choose. R3: the routers
+    # use the experts of the request.
     router_replay: str = "disabled"
-    arithmetic: str | None = None  # of its operations; None: the process's own
+    arithmetic: str | None = None  # of the operations; None: the process's own
 
 
 def prepare_process(arithmetic: str | None = None) -> bool:
-    """Set what verl and vLLM read from the environment, before they are imported; return whether there is a GPU."""
+    """Set the environment variables of verl and vLLM, before their import; return whether there is a GPU."""
     import torch
 
     from verl_precision.engine.arithmetic_choice import VARIABLE
@@ -85,5 +85,5 @@ def prepare_process(arithmetic: str | None = None) -> bool:
     if not on_gpu:
         os.environ["VERL_PLATFORM"] = "cpu"
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM's default is half of the memory
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # vLLM in this process: nothing of it outlives us
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # vLLM runs in this process and leaves no other behind
     return on_gpu

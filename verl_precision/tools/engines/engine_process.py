@@ -1,7 +1,7 @@
 """An engine in a separate process; when the process ends, all its memory is free.
 
-An engine (`vllm_sampler`, `fsdp_scorer`) has `submit`, which takes requests on and returns at once, and `poll`, which
-waits until at least one response is ready, and returns those that are, or none if nothing is asked.
+An engine (`vllm_sampler`, `fsdp_scorer`) has `submit`, which queues requests and returns at once, and `poll`, which
+waits until at least one response is ready and returns all ready responses, or none if no request is open.
 """
 
 import os
@@ -30,11 +30,11 @@ _EXIT_SECONDS = 20
 class EngineProcess:
     """Runs `build()` in a new process and passes requests and responses through a pipe.
 
-    `submit` and `poll` raise `RunFailedError` if the process has failed; it shows the cause and names the log.
+    `submit` and `poll` raise `RunFailedError` if the process has failed; the error shows the cause and names the log.
     """
 
     def __init__(self, build: Callable[[], Any], name: str, logs: Path) -> None:
-        """Start the process and return at once; the model loads meanwhile. Each process has a new log."""
+        """Start the process and return at once, while the model loads. Each process writes a new log."""
         logs.mkdir(parents=True, exist_ok=True)
         self._name = name
         self._log = next(path for number in count() if not (path := logs / f"{name}-{number}.log").exists())
@@ -53,12 +53,12 @@ class EngineProcess:
         self._send(build)
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
-        """Hand requests over."""
+        """Send requests to the process."""
         self._in_flight += len(requests)
         self._send(list(requests))
 
     def poll(self) -> list[Response]:
-        """Wait until at least one response is ready; return those that are."""
+        """Wait until at least one response is ready; return all ready responses, or none if no request is open."""
         if not self._in_flight:
             return []
         try:
@@ -69,7 +69,7 @@ class EngineProcess:
         return responses
 
     def close(self) -> None:
-        """End the process and all that it started."""
+        """End the process and all processes that it started."""
         self._connection.close()
         end_processes(self._process, self._mark)
 

@@ -1,4 +1,4 @@
-"""verl's FSDP engine scores: log π(yₜ) of given responses, by the forward that a trainer does.
+"""Scores responses with verl's FSDP engine: log π(yₜ) of each token, by a trainer's forward pass.
 
 One rank, FP32 master weights, the engine and the settings of `precision=<dtype>`.
 """
@@ -12,7 +12,7 @@ from verl_precision.tools.engines.model import model_location
 
 
 class TrainerEngine:
-    """verl's engine of an actor, in this package's precision config."""
+    """verl's engine of an actor, with this package's precision config."""
 
     def __init__(self, settings: ScorerSettings) -> None:
         """Load a model."""
@@ -42,7 +42,7 @@ class TrainerEngine:
                 fp32_output_head=settings.fp32_output_head,
                 router_replay=EngineRouterReplayConfig(mode=settings.router_replay),
             ),
-            # The optimizer's state is made at the first step, which never comes.
+            # The optimizer makes its state at the first step, and there is none.
             optimizer_config=FSDPOptimizerConfig(lr=0.0, total_training_steps=1),
             checkpoint_config=CheckpointConfig(),
         )
@@ -55,14 +55,14 @@ class TrainerEngine:
         self._waiting += requests
 
     def poll(self) -> list[Response]:
-        """Score everything that waits; an empty response has no log-probs."""
+        """Score all queued requests; an empty response has no log-probs."""
         requests, self._waiting = self._waiting, []
         empty = [Response(*r.key, 0, log_probs=()) for r in requests if not r.response_token_ids]
         filled = [request for request in requests if request.response_token_ids]
         return empty + (self._scored(filled) if filled else [])
 
     def _scored(self, requests: list[SampleRequest]) -> list[Response]:
-        """Return log π of each response's tokens, FP32, and what its routers chose where that is asked for."""
+        """Return log π of each response's tokens in FP32, with R2 also the experts that the routers chose."""
         import torch
 
         from verl_precision.integration.engine.router_replay import CHOICES
@@ -78,7 +78,7 @@ class TrainerEngine:
         data["temperature"] = torch.full((len(sequences),), self._settings.temperature)
         if self._settings.router_replay == "R3":
             choices = [torch.from_numpy(request.routed_experts) for request in requests]
-            # The last token has a row of zeros, which is no choice.
+            # The last token gets a row of zeros: its experts affect no log-prob.
             data[CHOICES] = nested([torch.cat([each, torch.zeros_like(each[:1])]) for each in choices])
         with self._engine.eval_mode():
             outputs = self._engine.infer_batch(data)["model_output"]

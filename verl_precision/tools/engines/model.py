@@ -18,7 +18,7 @@ Prompt = str | list[dict[str, Any]]  # text, or chat messages {role, content}
 class Model:
     """A model that was found.
 
-    The fingerprint tells its weights from others: for a folder it is a digest of the content of config.json and the
+    The fingerprint identifies its weights: for a folder it is a digest of the content of config.json and the
     weights, for a hub name its commit.
     """
 
@@ -28,11 +28,11 @@ class Model:
 
     @property
     def context(self) -> int | None:
-        """Most tokens of prompt and response together, where config.json says it."""
+        """Most tokens of prompt and response together; None if config.json does not have it."""
         return self.config.get("max_position_embeddings")
 
     def require_dtypes(self, option: str, dtypes: Collection[str]) -> None:
-        """Refuse FP16 of vLLM, chosen by an option, for a model with which vLLM refuses it."""
+        """Refuse fp16 among the dtypes of an option if vLLM refuses FP16 for this model."""
         kind = self.config.get("model_type")
         if "fp16" in dtypes and kind in VLLM_REFUSES_FP16:
             problem = f"{option} fp16 with model {self.name}: vLLM refuses FP16 for model type {kind!r}"
@@ -40,7 +40,7 @@ class Model:
             raise ConfigurationError(f"{problem}, whose activations overflow", allowed="bf16, fp32", remedy=remedy)
 
     def require_arithmetic(self, arithmetic: str) -> None:
-        """Refuse other operations than a GPU's own on one."""
+        """Refuse any arithmetic but native on a GPU."""
         import torch
 
         if arithmetic != "native" and torch.cuda.is_available():
@@ -51,7 +51,7 @@ class Model:
 
 
 def model_location(model: str) -> str:
-    """Return what vLLM and transformers load, of a model as in `find_model`: a folder, or the hub name as it is."""
+    """Return the folder, or the hub name, that vLLM and transformers load for a model as in `find_model`."""
     if model.startswith(TINY):
         from verl_precision.tools.tiny_model import cached_tiny_model
 
@@ -61,9 +61,9 @@ def model_location(model: str) -> str:
 
 
 def find_model(model: str) -> Model:
-    """Require that a folder in Hugging Face format, a hub name, or a model `tiny:<architecture>` is there.
+    """Return the model of a folder in Hugging Face format, a hub name, or `tiny:<architecture>`; refuse a missing one.
 
-    A tiny model is built on first use. Of a hub name, only config.json is fetched; offline, the hub's cache is read.
+    A tiny model is built on first use. For a hub name only config.json is fetched; offline, the hub's cache is read.
     """
     folder = Path(model_location(model))
     if folder.is_dir():
@@ -89,7 +89,7 @@ def find_model(model: str) -> Model:
 
 
 def tokenize(prompts: Sequence[Prompt], model: Model) -> list[tuple[int, ...]]:
-    """Return prompts as tokens: a chat through the model's template, with the assistant's turn begun; text as it is."""
+    """Return the tokens of prompts: a chat by the model's template, up to the assistant's answer; text as it is."""
     tokenizer = load_tokenizer(model.name)
     token_ids = []
     for number, prompt in enumerate(prompts):
@@ -111,7 +111,7 @@ def load_tokenizer(model: str) -> Any:
     """Return the tokenizer of a model as in `find_model`, which must have one."""
     from transformers import AutoTokenizer
 
-    reason = "it is empty"  # what transformers gives for a folder without one
+    reason = "it is empty"  # transformers returns such a tokenizer for a folder without one
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_location(model))
         if len(tokenizer) > 1:

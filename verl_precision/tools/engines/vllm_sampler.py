@@ -1,4 +1,4 @@
-"""vLLM draws, or scores: responses are handed over one by one, as they end, and new ones take their place at once."""
+"""Draws or scores with vLLM: each response is returned as soon as it ends, and a new one takes its place at once."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -10,8 +10,8 @@ from verl_precision.integration.ledger import require_feature
 from verl_precision.tools.engines.engine import Response, SampleRequest, SamplerSettings, prepare_process
 from verl_precision.tools.engines.model import model_location
 
-# On a CPU, compiling costs more than it saves, and memory is the machine's own, of which a small part is enough. vLLM
-# 0.28 cannot cut a prompt in two: it would rewind the request's random generator ("CPU Generator does not use offset").
+# On a CPU, compiling costs more than it saves, and a small part of the machine's memory is enough. vLLM 0.28 cannot
+# split a prompt: it would rewind the request's random generator ("CPU Generator does not use offset").
 _CPU_SETTINGS: dict[str, Any] = {"enforce_eager": True, "gpu_memory_utilization": 0.1, "enable_chunked_prefill": False}
 
 
@@ -28,7 +28,7 @@ class VllmEngine:
         require_feature("sampling engine")
         location = model_location(settings.model)
         if cpu_settings and gated_delta_nets(PretrainedConfig.get_config_dict(location)[0]):
-            # States are cached at the borders of chunks alone.
+            # vLLM caches their states only at the borders of chunks.
             cpu_settings = {**cpu_settings, "enable_prefix_caching": False}
         llm = LLM(
             model=location,
@@ -56,7 +56,7 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         when = RequestOutputKind.FINAL_ONLY
-        if request.response_token_ids:  # to score: vLLM does it for prompts, at temperature 1
+        if request.response_token_ids:  # vLLM scores prompts, at temperature 1
             return SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=when)
         return SamplingParams(
             temperature=self._settings.temperature,
@@ -64,7 +64,7 @@ class VllmEngine:
             top_k=self._settings.top_k,
             max_tokens=request.max_tokens,
             seed=request.seed,
-            logprobs=0 if self._settings.log_probs else None,  # 0: of the sampled token alone
+            logprobs=0 if self._settings.log_probs else None,  # 0: only of the sampled token
             detokenize=not self._settings.log_probs,
             output_kind=when,
         )
@@ -98,12 +98,12 @@ class VllmEngine:
 
 
 def _experts(output: Any, length: int) -> Any:
-    """Return the experts of all tokens of a sequence but the last, whose choice decides nothing; None if not kept."""
+    """Return the experts of all tokens of a sequence but the last, which affect no log-prob; None if not recorded."""
     experts = output.routed_experts
     return None if experts is None else experts[: length - 1].astype("int16")
 
 
 def _divide_logits(model: Any, by: float) -> None:
-    """Have a model of vLLM give logits divided by a temperature, in FP32 as its sampler does it."""
+    """Make a vLLM model return logits divided by a temperature, in FP32 as vLLM's sampler divides them."""
     compute_logits = model.compute_logits
     model.compute_logits = lambda *args, **kwargs: compute_logits(*args, **kwargs).float() / by
