@@ -113,4 +113,4 @@ def stochastic_rounding(config: DictConfig, environment: Environment) -> Iterato
         instead = "Choose another backend"
     else:
         return
-    yield Fault(ROUNDING, problem, "nearest here", f"{instead}, or set {ROUNDING}=nearest.")
+    yield Fault(ROUNDING, problem, "nearest in this run", f"{instead}, or set {ROUNDING}=nearest.")

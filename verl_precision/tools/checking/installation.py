@@ -82,7 +82,7 @@ def _plugin() -> str:
         return "; ".join(plugin.registered())
     policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
     if policy == "auto":
-        raise EnvironmentMismatchError("it failed to load; the error above says why (verl logs it at DEBUG only)")
+        raise EnvironmentMismatchError("it failed to load; the error above shows why (verl logs it at DEBUG only)")
     remedy = "Unset it, or add verl_precision to it."
     raise EnvironmentMismatchError(f"VERL_USE_EXTERNAL_PLUGINS={policy!r} excludes it", remedy=remedy)
 
@@ -154,7 +154,7 @@ def compare_nodes(nodes: Sequence[Node], driver: Node, needed: int = 0, gpus: in
     """
     found, problem = sum(node.gpus > 0 for node in nodes), ""
     if found < needed:
-        problem = f"{found} of trainer.nnodes={needed}; verl would wait. Start Ray on the others, or lower nnodes."
+        problem = f"{found} of trainer.nnodes={needed}; verl would wait. Start Ray on more nodes, or lower nnodes."
     yield Finding("nodes with GPUs", not problem, problem or str(found))
     for node in nodes:
         for what, problem, fine in _compared(node, driver, gpus):

@@ -51,7 +51,7 @@ def wrong_words(
         key, value, given = word.key_or_group, word.value(), word.input_line.partition("=")[2] or "VALUE"
         has_value = word.is_add() and key in known and OmegaConf.select(config, key) is not None
         if word in twice or (has_value and key not in origins and not isinstance(value, dict | list)):
-            problem, remedy = f"{path} has it already; + adds", f"Write {word.input_line[1:]}, without the +."
+            problem, remedy = f"{path} has it already; + adds new keys", f"Write {word.input_line[1:]}, without the +."
             errors[key] = ConfigurationError(problem, setting=key, value=given, remedy=remedy)
         elif has_value and key in origins:
             preset, said = origins[key].who, origins[key].value  # presets=win does not help either

@@ -2,7 +2,7 @@
 
 Let xᵢ be the share of the k responses to problem i that are correct, and P the number of problems. Then avg@k is
 x̄ = Σ xᵢ / P, and its standard error √(Σ (xᵢ - x̄)² / (P (P - 1))): the responses to one problem form a cluster. For two
-dtypes, xᵢ is replaced by the difference of both on problem i, so that how hard the problem is cancels.
+dtypes, xᵢ is replaced by the difference of both on problem i, so that the problem's difficulty cancels.
 """
 
 import math
@@ -21,7 +21,7 @@ PLACE = ["context", "data", "dtype"]
 def responses(
     evaluation: Evaluation, sets: Mapping[str, Sequence[str]], prompts: Mapping[str, Sequence[int]], drawn: pd.DataFrame
 ) -> pd.DataFrame:
-    """Return each response as far as it goes in each context; `sets` has each set's identifiers of problems.
+    """Return a row for each response, cut at each context; `sets` has the identifiers of each data set's problems.
 
     `drawn` has the records of the journal, in any order.
     """
@@ -57,7 +57,7 @@ def accuracies(drawn: pd.DataFrame) -> pd.DataFrame:
 
 
 def differences(drawn: pd.DataFrame) -> pd.DataFrame:
-    """Return the paired difference of each two dtypes, the later one minus the earlier one, which is `reference`."""
+    """Return the paired difference of each two dtypes: the later one minus the earlier one (`reference`)."""
     by_dtype, found = shares(drawn).unstack("dtype"), []
     for earlier, later in combinations(drawn["dtype"].unique(), 2):
         change = (by_dtype[later] - by_dtype[earlier]).groupby(PLACE[:2], sort=False)
@@ -67,7 +67,7 @@ def differences(drawn: pd.DataFrame) -> pd.DataFrame:
 
 
 def markdown(evaluation: Evaluation, drawn: pd.DataFrame, left_out: Mapping[str, int], versions: dict[str, str]) -> str:
-    """Return the tables with what is needed to make them again."""
+    """Return the tables and the settings that reproduce them."""
     k = evaluation.responses
     about = (
         f"{evaluation.model}; {k} responses for each problem, temperature {evaluation.temperature:g}, top_p "

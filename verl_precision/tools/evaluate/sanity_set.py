@@ -1,4 +1,4 @@
-"""A sanity set from end to end: problems and prompts, responses, files."""
+"""Builds a sanity set: reads problems and prompts, draws responses, writes the files."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +24,7 @@ _FIELDS = {"problem": str, "response": int, "correct": bool, "tokens": int}
 
 @dataclass
 class Tally:
-    """The responses to one problem."""
+    """The verdict on one problem, and the number of its responses."""
 
     verdict: Verdict
     drawn: int = 0
@@ -32,7 +32,7 @@ class Tally:
 
 
 class _Responses(Tasks):
-    """One response to each problem in turn, until its verdict cannot change: deciding early changes no verdict."""
+    """Draws one response to each problem in turn, until the problem's verdict cannot change any more."""
 
     def __init__(self, job: SanitySet, journal: Journal, judging: Judging, problems: Sequence[str]) -> None:
         self._job, self._journal, self._judging = job, journal, judging
@@ -59,7 +59,7 @@ class _Responses(Tasks):
         self._count(*response.key, correct, response.length)
 
     def _count(self, problem: str, response: int, correct: bool, tokens: int) -> None:
-        """Count a response, whether it comes from an engine or from the journal; one of no such index is refused."""
+        """Count a response of an engine or of the journal; refuse one that this job does not need."""
         tally, key, most = self.tallies.get(problem), (problem, response), self._job.responses - 1
         if tally is None or not 0 <= response <= most or key in self._counted:
             words = f"response {response} to problem {problem} is none of this job's, or was counted before"
@@ -81,7 +81,7 @@ class _Responses(Tasks):
         kept = sum(tally.verdict == "kept" for tally in tallies)
         histogram = [0] * BINS  # problems by accuracy over the responses drawn, from 0 to 1
         for tally in tallies:
-            if tally.drawn:  # a window from 0 to 1 keeps all, and none is drawn
+            if tally.drawn:  # with a window from 0 to 1 none is drawn
                 histogram[min(tally.correct * BINS // tally.drawn, BINS - 1)] += 1
         return {
             "kept": kept,
@@ -95,7 +95,7 @@ class _Responses(Tasks):
 
 
 def build_sanity_set(settings: SanitySet, console: Console) -> dict[str, Any]:
-    """Draw, decide, and write kept.parquet and summary.json, whose summary is returned; refuse to keep no problem.
+    """Draw responses, write kept.parquet and summary.json, and return the summary; refuse an empty kept.parquet.
 
     Options that cannot work are refused before an engine starts. If an engine fails, what was drawn is kept.
     """
@@ -114,7 +114,7 @@ def build_sanity_set(settings: SanitySet, console: Console) -> dict[str, Any]:
             model=settings.model,
             dtype=settings.dtype,
             max_model_len=settings.max_prompt_tokens + settings.max_response_tokens,
-            more={"generation_config": "vllm"},  # a model's own may name further tokens that end a response
+            more={"generation_config": "vllm"},  # a model's own config may have more end tokens
         )
         job.complete(f"sample-{settings.dtype}", [responses], partial(VllmEngine, sampler))
         duplicates = data.table.num_rows - len(data.problems)  # they are sampled and written once
@@ -124,8 +124,8 @@ def build_sanity_set(settings: SanitySet, console: Console) -> dict[str, Any]:
         rows = [(name.replace("_", " "), str(value)) for name, value in summary.items()]
         console.print(terminal_table(["sanity set", ""], rows, framed=True))
         if not summary["kept"]:
-            problem = f"{settings.window} keeps none of {len(problems)} problems, of which so many have an "
-            problem += f"accuracy from 0 to 10%, to 20%, ...: {', '.join(map(str, summary['histogram']))}"
+            problem = f"{settings.window} keeps none of {len(problems)} problems. Their number by accuracy, "
+            problem += f"from 0 to 10%, 10 to 20%, ...: {', '.join(map(str, summary['histogram']))}"
             remedy = "Choose a window that contains problems. If all accuracies are 0, check --reward and the prompts."
             raise ConfigurationError(problem, remedy=remedy)
         kept = [name for name, tally in responses.tallies.items() if tally.verdict == "kept"]

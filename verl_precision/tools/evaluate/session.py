@@ -1,4 +1,4 @@
-"""A job from end to end: what is missing is drawn and judged, then the tables are written.
+"""Runs an evaluation: draws and judges the missing responses, then writes the tables.
 
 A line of the journal is {dtype, problem, response, tokens, finish_reason, correct}; `correct` has one verdict for each
 context, in the order of the settings.
@@ -42,20 +42,20 @@ class Judging:
         self.prompts = dict(zip(self.problems, token_ids, strict=True))
 
     def settings(self) -> dict[str, Any]:
-        """Return the job's recorded settings; a reward's name there changes when its function does."""
+        """Return the job's recorded settings; the reward's recorded name changes when its function changes."""
         return recorded(self._job) | {"reward": self._reward.name}
 
     def request(self, problem: str, response: int, max_tokens: int) -> SampleRequest:
-        """Return what draws a response, whose seed depends on the job's, on problem and index alone."""
+        """Return the request for a response; its seed depends only on the job's seed, the problem and the index."""
         seed = response_seed(self._job.seed, problem, response)
         return SampleRequest(problem, response, self.prompts[problem], max_tokens, seed)
 
     def is_correct(self, problem: str, text: str | None) -> bool:
-        """Judge a response."""
+        """Return whether a response is correct."""
         return self._reward.is_correct(self.problems[problem], text or "")
 
     def write(self, journal: Journal, response: Response, **verdict: Any) -> None:
-        """Write a response and what came of it, with its text if that is to be kept."""
+        """Write a response and its verdict, with its text if the job keeps texts."""
         record = {"problem": response.problem, "response": response.response, "tokens": response.length, **verdict}
         journal.append({**record, "text": response.text if self._job.keep_text else None})
 
@@ -99,7 +99,7 @@ def evaluate(evaluation: Evaluation, console: Console) -> pd.DataFrame:
 
 
 def _finished(journal: Journal, evaluation: Evaluation, judging: Judging) -> dict[str, set[Key]]:
-    """Return which responses the journal has in each dtype; a line of no response of this job is an error."""
+    """Return the responses that the journal has in each dtype; a line that is not of this job is an error."""
     finished: dict[str, set[Key]] = {dtype: set() for dtype in evaluation.dtypes}
     for record in journal.records(_FIELDS):
         dtype, problem, response = record["dtype"], record["problem"], record["response"]
@@ -130,7 +130,7 @@ class _Responses(Tasks):
         return self._judging.request(problem, response, room)
 
     def record(self, response: Response) -> None:
-        """Judge a response as far as it goes in each context, write it, then count it."""
+        """Judge a response cut at each context, write it, then count it."""
         ids, prompt = response.token_ids or (), len(self._judging.prompts[response.problem])
         lengths = [min(response.length, context - prompt) for context in self._evaluation.contexts]
         texts = {n: response.text if n == response.length else self._decode(ids[:n]) for n in lengths}

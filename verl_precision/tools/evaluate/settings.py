@@ -1,4 +1,4 @@
-"""What `verl-precision evaluate` evaluates, and which problems `verl-precision sanity-set` keeps."""
+"""The settings of `verl-precision evaluate` and of `verl-precision sanity-set`."""
 
 import math
 from fractions import Fraction
@@ -45,7 +45,7 @@ class Evaluation(JudgedJob):
     )
 
     def __post_init__(self) -> None:
-        """Refuse what is given twice."""
+        """Refuse a data set, a context or a dtype that is given twice."""
         stems = tuple(path.stem for path in self.data)
         require_each_once("--data", stems, "each once; a data set is named after its file")
         require_each_once("--context", self.contexts)
@@ -61,9 +61,9 @@ class Evaluation(JudgedJob):
 class SanitySet(JudgedJob):
     """A data set, and the window of accuracies in which its problems are kept, both ends included.
 
-    With k of m responses correct, n to be drawn in all, and n - m still open, the final number of correct responses
-    lies in [k, k + n - m]. A problem is kept if it ends in [⌈low n⌉, ⌊high n⌋]. The verdict is decided as soon as that
-    whole interval lies inside (kept), or outside (dropped). Whole numbers only, so that 20% of 40 is 8 and not
+    With k of m responses correct and n in all, the final number of correct responses lies in [k, k + n - m]. A problem
+    is kept if that number is in [⌈low n⌉, ⌊high n⌋]. The verdict is decided as soon as the whole first interval lies
+    inside the second (kept), or outside (dropped). All are whole numbers, so that 20% of 40 is 8 and not
     8.000000000000002.
     """
 
@@ -101,7 +101,7 @@ class SanitySet(JudgedJob):
         return math.floor(self.high * self.responses)
 
     def verdict(self, correct: int, drawn: int) -> Verdict:
-        """Return what is known after m = `drawn` responses, k = `correct` of them correct."""
+        """Return the verdict after m = `drawn` responses, of which k = `correct` are correct."""
         left = self.responses - drawn
         if correct > self.most or correct + left < self.fewest:
             return "dropped"

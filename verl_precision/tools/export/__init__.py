@@ -1,1 +1,1 @@
-"""`verl-precision export`: what the ranks saved (shards), as a Hugging Face folder with its model card (session)."""
+"""`verl-precision export`: reads the ranks' files (shards), writes a Hugging Face folder and its card (session)."""

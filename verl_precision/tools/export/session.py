@@ -22,8 +22,8 @@ from verl_precision.integration.trainer.run_monitor import STEP_METRICS
 from verl_precision.mismatch import metric_names as names
 from verl_precision.tools.export.shards import SavedModel
 
-FILE_BYTES = 2 * 10**9  # of one file
-# verl has put weights there if it was asked for `hf_model`.
+FILE_BYTES = 2 * 10**9  # most bytes of one file
+# verl writes these files if the checkpoint's contents include `hf_model`.
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
 
@@ -32,8 +32,8 @@ def export_checkpoint(
 ) -> list[str]:
     """Write the actor of a verl checkpoint, `global_step_N` or its `actor`, as a Hugging Face folder.
 
-    Each weight is rounded once, from the dtype that was saved. Returned are the names of the tensors, which `track`
-    gets, and yields: it may show how far it is.
+    Each weight is rounded once, from the saved dtype. The names of the tensors are returned; `track` yields them, and
+    may show progress.
     """
     if dtype not in DTYPES:
         raise ConfigurationError("there is no such dtype", setting="--dtype", value=dtype, allowed=", ".join(DTYPES))
@@ -45,24 +45,24 @@ def export_checkpoint(
     weights = {name: _rounded(name, saved.tensor(name), torch_dtype(dtype)) for name in track(exported)}
     with new_folder(output) as folder:
         saved.skeleton().save_pretrained(folder, state_dict=weights, max_shard_size=FILE_BYTES)
-        # What transformers says of a model is what verl saved, but for the dtype of the weights.
+        # transformers' other files of the model are those that verl saved, with the dtype of the exported weights.
         without = shutil.ignore_patterns(*WEIGHT_FILES)
         shutil.copytree(saved.folder / "huggingface", folder, dirs_exist_ok=True, ignore=without)
         write_export_dtype(str(folder), long(dtype))
         if saved.untied:
             _untie(folder / "config.json")
         for file in folder.glob("*.safetensors"):
-            shutil.copymode(folder / "config.json", file)  # safetensors lets nobody else read it
+            shutil.copymode(folder / "config.json", file)  # safetensors lets only the owner read it
         step = saved.folder.parent if saved.folder.name == "actor" else saved.folder
         (folder / "README.md").write_text(model_card(step, dtype))
     return exported
 
 
 def _rounded(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    rounded = weight.to(dtype if weight.is_floating_point() else weight.dtype, copy=True)  # of its own storage
+    rounded = weight.to(dtype if weight.is_floating_point() else weight.dtype, copy=True)  # a copy with its own storage
     if lost := int((~rounded.isfinite()).sum()):
         raise ConfigurationError(
-            f"{name} ({lost} of {weight.numel()}): weights that are not finite in it; nothing was written",
+            f"{name} ({lost} of {weight.numel()}): weights that are not finite in this dtype; nothing was written",
             setting="--dtype",
             value=str(dtype).removeprefix("torch."),
             allowed="a dtype that can represent every weight",
@@ -82,7 +82,7 @@ def _untie(path: Path) -> None:
 def model_card(checkpoint: Path, dtype: str) -> str:
     """Return the card of a `global_step_N` in a dtype.
 
-    What the folder does not say (a run without this package's trainer) is left out; k3 is then "not recorded".
+    Facts that the folder does not have (a run without this package's trainer) are left out; k3 is "not recorded".
     """
     run = run_in(checkpoint.parent)
     settings: dict[str, Any] = dict(run.settings) if run is not None else {}

@@ -1,7 +1,7 @@
-"""What the ranks of a verl run saved, as whole tensors in the dtype of the checkpoint, one at a time.
+"""Reads the files that the ranks of a verl run saved: whole tensors in the checkpoint's dtype, one at a time.
 
 verl's FSDP engines write `model_world_size_W_rank_R.pt` on each rank: a state dict of DTensors, each of which knows its
-mesh and its placements. The files are mapped, not read, so that memory holds the tensor in hand only. They are loaded
+mesh and its placements. The files are mapped, not read, so that memory holds only the current tensor. They are loaded
 with `weights_only=True`: nothing in them is executed.
 """
 
@@ -31,9 +31,9 @@ from verl_precision.integration.engine.weight_export import (
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The actor's weights in a checkpoint; one that cannot be exported is refused with its reason."""
+    """The actor's weights in a checkpoint; a checkpoint that cannot be exported is refused with the reason."""
 
-    folder: Path  # the one with the shards
+    folder: Path  # folder of the shards
     world_size: int  # ranks that saved
 
     @classmethod
@@ -42,7 +42,7 @@ class SavedModel:
         folder = checkpoint / "actor" if (checkpoint / "actor").is_dir() else checkpoint
         described = folder / "fsdp_config.json"
         if not described.is_file() or not (folder / "huggingface" / "config.json").is_file():
-            problem = "no FSDP checkpoint of verl's is there: it has fsdp_config.json and huggingface/"
+            problem = "there is no FSDP checkpoint of verl, which has fsdp_config.json and huggingface/"
             raise _refused(checkpoint, problem)
         with open_regular(described) as file:
             model = cls(folder, int(json.load(file)["world_size"]))
@@ -64,13 +64,13 @@ class SavedModel:
                 loaded.append(torch.load(self.file(rank), **options))
                 if not all(isinstance(each, Tensor) for each in loaded[-1].values()):
                     raise TypeError("not a state dict")
-            except Exception as error:  # torch has many, and its words offer to run what is in the file
+            except Exception as error:  # torch raises many kinds; its text suggests to run the file's code
                 problem = f"{self.file(rank).name} is incomplete, or is not a dictionary of named tensors"
                 raise _refused(self.folder, problem) from error
         return loaded
 
     def skeleton(self) -> Any:
-        """Return the model without weights, which knows how names in memory, and in files, belong together."""
+        """Return the model without weights; transformers finds the names of tensors in files by this model."""
         config = transformers.AutoConfig.from_pretrained(self.folder / "huggingface")
         kind = getattr(transformers, (config.architectures or [""])[0], None)
         if kind is None:
@@ -110,22 +110,22 @@ class SavedModel:
 
     @cached_property
     def untied(self) -> bool:
-        """Whether a tensor is no longer the one that the config ties it to."""
+        """Whether a tensor differs from the tensor to which the config ties it."""
         return bool(untied(self._all_sources, self._tied, lambda *names: torch.equal(*map(self._whole, names))))
 
     @cached_property
     def _tied(self) -> dict[str, str]:
-        """The names that the config ties: each with the one that it is to be equal to."""
+        """The tied names of the config, each with the name of the tensor that it must equal."""
         return dict(self.skeleton().all_tied_weights_keys)
 
     @cached_property
     def sources(self) -> dict[str, Source]:
-        """What each tensor of the model is made of. Of tied tensors that are equal only one is there."""
+        """The source of each tensor of the model; of tied tensors that are equal, only one is included."""
         found = self._all_sources
         return found if self.untied else {name: found[name] for name in found if self._tied.get(name) not in found}
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor of the model (a key of `sources`), whole, in the dtype that was saved, or merged in FP32."""
+        """Return a tensor of the model (a key of `sources`), whole, in the saved dtype, or merged in FP32."""
         return self.sources[name].value(self._whole)
 
     def _whole(self, source: str) -> Tensor:

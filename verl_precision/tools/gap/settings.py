@@ -1,4 +1,4 @@
-"""What `verl-precision mismatch` measures, and what `verl-precision explain` explains."""
+"""The settings of `verl-precision mismatch` and of `verl-precision explain`."""
 
 from typing import ClassVar, Literal
 
@@ -21,7 +21,7 @@ class MismatchJob(PromptedJob):
     )
     responses: int = option("--responses", "-n", default=8, help="Responses to each prompt and rollout dtype.", ge=1)
     max_response_tokens: int = option(default=1024, help="A response ends after this many tokens.", ge=1)
-    # vLLM chooses its own. With flash_attention_2 the trainer packs without padding; gpt-oss has eager.
+    # vLLM chooses its own kernel. With flash_attention_2 the trainer packs without padding; gpt-oss uses eager.
     attention: Literal["sdpa", "eager", "flash_attention_2"] = option(default="sdpa", help="Attention of the trainer.")
 
     def __post_init__(self) -> None:
@@ -34,7 +34,7 @@ class MismatchJob(PromptedJob):
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """All (rollout dtype, train dtype)."""
+        """All pairs (rollout dtype, train dtype)."""
         return [(rollout, train) for rollout in self.rollout_dtypes for train in self.train_dtypes]
 
 
@@ -48,10 +48,10 @@ class Explanation(PromptedJob):
     )
     rollout_dtype: Dtype = option(default="bf16", help="Dtype of vLLM.")
     train_dtype: Dtype = option(default="bf16", help="Dtype of the trainer.")
-    temperature: float = option(default=1.0, help="Temperature of both.", gt=0)
+    temperature: float = option(default=1.0, help="Temperature of rollout and trainer.", gt=0)
     top_p: float = option(default=1.0, help="Nucleus sampling of the rollout: this share.", gt=0, le=1)
     top_k: int = option(default=0, help="The rollout draws from the N most probable tokens; 0 for all.", ge=0)
-    # Before temperature, top-p and top-k.
+    # Raw means before temperature, top-p and top-k.
     raw_log_probs: bool = option(default=False, help="The rollout's log-probs are raw (logprobs_mode=raw_logprobs).")
     prefix_caching: bool = option(default=False, help="The rollout has a prefix cache and cuts prompts into chunks.")
     cuda_graphs: bool = option(default=False, help="The rollout compiles and uses CUDA graphs; on GPUs only.")
@@ -63,7 +63,7 @@ class Explanation(PromptedJob):
     fp32_output_head: bool = option(default=False, help="The trainer computes its logits in FP32.")
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be asked for together."""
+        """Refuse settings that exclude each other."""
         exact, fp32 = self.arithmetic == EXACT, self.train_dtype == "fp32"
         in_exact = "exact arithmetic needs the same operations in both engines"
         other_head = exact and (self.fp32_output_head or not self.fp32_log_probs)

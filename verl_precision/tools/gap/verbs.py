@@ -1,4 +1,4 @@
-"""The verbs `mismatch` and `explain`: how far two engines are apart, and why."""
+"""The verbs `mismatch` and `explain`: the size of the gap between two engines, and its causes."""
 
 from pathlib import Path
 from typing import Annotated, Any

@@ -9,7 +9,7 @@ from verl_precision.base.files import new_file
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of a size in inches, whose parts make room for each other."""
+    """Return an empty figure of a size in inches, with a layout in which no parts overlap."""
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -21,7 +21,7 @@ def write_png(path: Path, figure: Figure, title: str) -> None:
 
 
 def style(axes: Axes, x_label: str = "", y_label: str = "", title: str = "", grid: bool = True) -> None:
-    """Give axes their labels and the look of all: a light grid, and a frame at the bottom alone."""
+    """Give axes their labels and the common look: a light grid, and a frame only at the bottom."""
     axes.set(xlabel=x_label, ylabel=y_label)
     axes.set_title(title, pad=12)  # leaves room for a mark above the axes
     if grid:

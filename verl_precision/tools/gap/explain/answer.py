@@ -26,7 +26,7 @@ def verdict(job: Explanation, result: Result) -> str:
 
 
 def rows(result: Result) -> list[tuple[str, ...]]:
-    """Return a row for each step, faults first: `_COLUMNS`."""
+    """Return a row for each step, with the cells of `_COLUMNS`, faults first."""
     return [
         (
             f"{each.variant.cause}: {each.variant.words}",
@@ -40,7 +40,7 @@ def rows(result: Result) -> list[tuple[str, ...]]:
 
 
 def advice(result: Result) -> list[Finding]:
-    """Return the steps that need a remedy: the faults, or else the largest cost of a dtype."""
+    """Return the steps that need a remedy: the faults; without faults the largest cost of a dtype."""
     faults = [each for each in result.findings if each.fault]
     return faults or [each for each in result.findings if each.part.k3 > 0][:1]
 
@@ -57,7 +57,7 @@ def show(job: Explanation, result: Result, console: Console) -> None:
 
 
 def write(folder: Path, job: Explanation, result: Result, envelope: Mapping[str, Any]) -> None:
-    """Write `FILE`."""
+    """Write the verdict, the steps and the job's data to `FILE` in a folder."""
     whole = result.attribution
     steps = [
         {

@@ -1,8 +1,8 @@
 """Divides a gap among the steps of a path, and finds steps that are faults and not the cost of a dtype.
 
-In a mixture of experts the effect of other choices is a cause of its own (`routing` in docs/gap.md). H(R) are
-the log-probs that the trainer's engine gives in FP32 when it computes with choices R. A step that changes the choices
-from R to R' has H(R') - H(R) of them, which the step `routing` gets; only a step that is a fault keeps its own.
+In a mixture of experts the effect of another choice of experts is a separate cause (`routing` in docs/gap.md). H(R) are
+the log-probs of the trainer's engine in FP32 with choices R. If a step changes the choices from R to R', the difference
+H(R') - H(R) is moved from that step to the step `routing`. Only a step that is a fault keeps its difference.
 """
 
 import math
@@ -40,11 +40,11 @@ CAUSES = {name: Cause(**known) for name, known in table_of(__file__, "causes.yam
 class Part:
     """The effect of one step of the path."""
 
-    nats: float  # its part of the mean |g|, nats. Negative where it undoes what others do
+    nats: float  # its part of the mean |g|, nats; negative if it cancels other steps
     k3: float  # its part of the k3
-    size: float  # mean |δ| of its own, nats: its size, whatever the others do
-    without: float  # the k3 that would be left without it
-    equal: float  # the share of the tokens that it leaves as they are, to the last bit
+    size: float  # its own mean |δ|, nats, whatever the other steps are
+    without: float  # the k3 that would remain without this step
+    equal: float  # the share of the tokens whose log-prob it does not change, to the last bit
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Attribution:
 
     parts: tuple[Part, ...]
     nats: float  # mean |g|
-    k3: float  # mean of e^g - 1 - g: KL(μ‖π) a token
+    k3: float  # mean of e^g - 1 - g: KL(μ‖π) per token
     tokens: int
     left_out: int  # tokens without a finite log-prob in some variant
 
@@ -70,7 +70,7 @@ class Finding:
     cause: Cause
     part: Part
     expected: float  # nats: the size that rounding alone would have
-    fault: bool  # whether it is more than that
+    fault: bool  # whether the size is more than rounding explains
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Result:
     chain: list[Variant]  # the variants from rollout to trainer, and with a mixture of experts `routing` at the end
     findings: list[Finding]  # of each step, faults first
     attribution: Attribution
-    bf16_cost: float  # mean |δ| that BF16 makes in the trainer's engine, nats, with the same experts
+    bf16_cost: float  # mean |δ| of BF16 in the trainer's engine, nats, with the same experts
 
 
 Routing = Mapping[str, np.ndarray]  # variant -> log-probs H of its choices of experts, all tokens, nats
@@ -89,10 +89,10 @@ Routing = Mapping[str, np.ndarray]  # variant -> log-probs H of its choices of e
 def attribute(log_probs: Sequence[np.ndarray]) -> Attribution:
     """Share the gap g = ℓ_K - ℓ_0 of each token among the steps δ_i = ℓ_i - ℓ_{i-1}, whose sum it is.
 
-    A step's part of |g| is δ_i sign(g), and of k3(g) = e^g - 1 - g it is δ_i k3(g)/g. Both sum to the whole token by
-    token, and so do their means. Where steps are small and independent, k3(g)/g ≈ g/2 makes the part E[δ_i g]/2, to
-    which only δ_i² contributes: parts are shares of the variance. The log-probs ℓ_0 to ℓ_K, float64 [N] each, are in
-    nats; tokens with a value that is not finite are left out, and counted.
+    A step's part of |g| is δ_i sign(g), and of k3(g) = e^g - 1 - g it is δ_i k3(g)/g. The parts of each token
+    sum to the whole, and so do their means. Where steps are small and independent, k3(g)/g ≈ g/2 makes the part
+    E[δ_i g]/2, to which only δ_i² contributes: parts are shares of the variance. The log-probs ℓ_0 to ℓ_K, float64 [N]
+    each, are in nats. Tokens with a value that is not finite are left out, and counted.
     """
     log_probs_KN = np.stack(log_probs)
     finite_N = np.isfinite(log_probs_KN).all(axis=0)
@@ -115,7 +115,7 @@ def attribute(log_probs: Sequence[np.ndarray]) -> Attribution:
 
 
 def _k3(gap: np.ndarray) -> np.ndarray:
-    """Return e^g - 1 - g, to nine digits also of small ones, where the terms cancel."""
+    """Return e^g - 1 - g with nine digits, also for small gaps, where the terms cancel."""
     return np.where(np.abs(gap) < _SMALL, gap * gap / 2, np.expm1(gap) - gap)
 
 
@@ -126,7 +126,7 @@ def judge(
     routing: Routing | None,
     terms: int,
 ) -> Result:
-    """Share the gap among the steps, and judge each; `log_probs` has those of the reference too.
+    """Share the gap among the steps, and judge each step; `log_probs` also has those of the reference.
 
     `terms` is the model's `longest_sum`.
     """
@@ -143,7 +143,7 @@ def judge(
         attribution = attribute(values)
         return Result(steps, findings(job, steps, attribution, bf16_cost, terms), attribution, bf16_cost)
 
-    # Steps that are no rounding, and then all that are faults: what they do to the choice of experts is their own.
+    # Steps that are not rounding keep their effect on the choice of experts; in the second pass all faults keep it too.
     no_rounding = {cause for cause, known in CAUSES.items() if not known.rounding_of}
     first = judged(no_rounding)
     faults = {each.variant.cause for each in first.findings if each.fault}
@@ -155,7 +155,7 @@ def with_routing(
 ) -> tuple[list[Variant], list[np.ndarray]]:
     """Move the effect of other choices of experts from the steps into a step of its own; return path and log-probs.
 
-    Steps of the causes `kept` keep it: other weights choose other experts, and that is not rounding.
+    Steps of the causes `kept` keep this effect: other weights choose other experts, and that is not rounding.
     """
     moved = np.zeros_like(log_probs[chain[0].name])
     found = [log_probs[chain[0].name]]
@@ -168,7 +168,7 @@ def with_routing(
 
 
 def longest_sum(described: Mapping[str, Any]) -> int:
-    """Return the terms of the longest sum in a model's matrix products, by its `config.json`; 1 if that is silent."""
+    """Return the terms of the longest sum in a model's matrix products, by its `config.json`; 1 if unknown."""
     inner = described.get("moe_intermediate_size") or described.get("intermediate_size") or 1
     return max(described.get("hidden_size") or 1, inner)
 
@@ -176,10 +176,10 @@ def longest_sum(described: Mapping[str, Any]) -> int:
 def findings(
     job: Explanation, chain: Sequence[Variant], attribution: Attribution, bf16_cost: float, terms: int
 ) -> list[Finding]:
-    """Judge each step; faults come first, the largest part of the k3 before.
+    """Judge each step; faults come first, and then the largest part of the k3.
 
-    No rounding excuses a step that stays in exact arithmetic.
-    A dtype with n more bits than BF16 is expected to make 2⁻ⁿ of its cost. Of BF16 and FP16 that is all: their products
+    Rounding does not explain a step that stays in exact arithmetic.
+    A dtype with n more bits than BF16 is expected to have 2⁻ⁿ of BF16's cost. For BF16 and FP16 that is all: products
     are summed in FP32, and rounded once. FP32's own sums are rounded at every term, and the errors of K terms add up
     like a random walk's, to √K times one rounding (Higham and Mary 2019, doi:10.1137/18M1226312); K is `terms`.
     """

@@ -1,4 +1,4 @@
-"""An explanation from end to end: missing variants are computed, then the answer is written."""
+"""Runs an explanation: computes the missing variants, then writes the answer."""
 
 import shutil
 from collections.abc import Callable, Sequence
@@ -41,9 +41,9 @@ from verl_precision.tools.jobs.problems import prompt_tokens
 def explain(
     job: Explanation, console: Console, vllm: Callable = VllmEngine, trainer: Callable = TrainerEngine
 ) -> Result:
-    """Compute what is missing in the job's folder, judge it, and write the answer.
+    """Compute the log-probs that the job's folder lacks, judge the steps, and write the answer.
 
-    `vllm` and `trainer` make the engines; they take what `VllmEngine` and `TrainerEngine` do.
+    `vllm` and `trainer` make the engines; they take the arguments of `VllmEngine` and `TrainerEngine`.
     """
     under_way, folder = Job(job, console), job.folder
     models = {"trainer": find_model(job.model), "rollout": find_model(job.rollout_model or job.model)}
@@ -60,7 +60,7 @@ def explain(
     with open_store(under_way, job, prompt_ids, **of_models) as store:
 
         def fill(works: Sequence[Tasks], variant: Variant) -> None:
-            if any(work.done < work.total for work in works):  # else its weights are not made
+            if any(work.done < work.total for work in works):  # otherwise no weights are written
                 build = _engine(job, variant, models[variant.model].name, length, vllm, trainer)
                 under_way.complete(variant.name, works, build)
 
@@ -84,12 +84,12 @@ def explain(
 
 
 def _engine(job: Explanation, variant: Variant, model: str, length: int, vllm: Callable, trainer: Callable) -> partial:
-    """Return what makes a variant's engine, in a process of its own; weights that it needs are written."""
+    """Return a function that makes a variant's engine, for a new process; write the rounded weights it needs."""
     if variant.rounded_to is not None:
         target = job.folder / f"weights-{variant.model}-{variant.rounded_to}"
         model = rounded_copy(model, variant.rounded_to, target)
     if variant.engine == "vllm":
-        # vLLM divides what it draws alone; so that scores are divided too, the logits are.
+        # vLLM applies its temperature only to drawn tokens. For scores the logits are divided by the temperature.
         temperature, divisor = (1.0, job.temperature) if variant.tempered else (job.temperature, 1.0)
         more = {
             "logprobs_mode": "processed_logprobs" if variant.processed else "raw_logprobs",
@@ -153,13 +153,13 @@ def _series(store: Store, variant: Variant) -> Series:
 
 
 def _log_probs(store: Store, variant: Variant) -> np.ndarray:
-    """Return a variant's log-probs of all tokens; NaN from where it has drawn other tokens than the rollout."""
+    """Return a variant's log-probs of all tokens; NaN from the first token that differs from the rollout's."""
     values = []
     for key in store.keys:
         found, rollout = store.series[variant.series][key], store.series[ROLLOUT, None][key]
         log_probs = found.log_probs
         if variant.draws:
-            equal = zip(rollout.token_ids or (), found.token_ids or ())  # noqa: B905 - they may end elsewhere
+            equal = zip(rollout.token_ids or (), found.token_ids or ())  # noqa: B905 - lengths may differ
             same = np.cumprod([a == b for a, b in equal]).sum(dtype=int)
             log_probs = np.append(log_probs[:same], np.full(rollout.length - same, np.nan))
         values.append(log_probs)
@@ -172,10 +172,10 @@ class _Replay(Series):
     in_flight = 1
 
     def __init__(self, store: Store, variant: Variant, engine: Variant) -> None:
-        """Find what is missing; both variants are complete."""
+        """Find the responses that differ in their experts; both variants are complete."""
         self._variant = variant
 
-        def differ(key: Key) -> bool:  # a token's experts are a set
+        def differ(key: Key) -> bool:  # the order of a token's experts has no meaning
             ours, theirs = (np.sort(_experts(store, each, key)) for each in (variant, engine))
             return bool((ours != theirs).any())
 
@@ -189,15 +189,15 @@ class _Replay(Series):
 
 
 def _read_routing(store: Store, variant: Variant, engine: Variant) -> np.ndarray:
-    """Return log-probs of all tokens with a variant's choices; the store has its series of `_Replay`."""
+    """Return log-probs of all tokens with a variant's experts; the store has the variant's series of `_Replay`."""
     scored = store.series[engine.series] | store.series[ROLLOUT, f"{REPLAYED} {variant.name}"]
     return np.concatenate([scored[key].log_probs for key in store.keys]).astype(np.float64)
 
 
 def _experts(store: Store, variant: Variant, key: Key) -> Any:
-    """Return a variant's choices for the rollout's tokens, 0 where it drew others: [tokens - 1, layers, top_k]."""
+    """Return a variant's experts, [tokens - 1, layers, top_k], cut or padded with 0 to the rollout's tokens."""
     found = store.series[variant.series][key].routed_experts
     if found is None:
-        raise RuntimeError(f"variant {variant.name} did not say which experts it chose")
+        raise RuntimeError(f"variant {variant.name} returned no experts")
     length = len(store.prompt_ids[int(key[0])]) + store.series[ROLLOUT, None][key].length - 1
     return np.pad(found[:length], ((0, max(0, length - len(found))), (0, 0), (0, 0)))

@@ -1,8 +1,8 @@
-"""The path from the rollout's log-probs to the trainer's: each variant changes one thing of the one before.
+"""The path from the rollout's log-probs to the trainer's: each variant changes one setting of the variant before.
 
-So each difference between neighbours is measured, and the parts of a token's gap add up to it. Steps that do not apply
-are left out. Between `rollout_precision` and `trainer_precision` all is FP32. There two correct engines differ only by
-FP32's rounding, five orders of magnitude below BF16's; more is a fault. Exact arithmetic needs no step in FP32.
+The differences between neighbours are measured, and add up to a token's gap. Steps that do not apply are left out.
+Between `rollout_precision` and `trainer_precision` all is in FP32. There two correct engines differ only by FP32's
+rounding, five orders of magnitude below BF16's; more is a fault. Exact arithmetic needs no step in FP32.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ class Variant:
     """A way to compute log-probs of the tokens."""
 
     name: str  # its name in the journal
-    cause: str  # what separates it from the variant before
-    words: str  # what it is, in words
+    cause: str  # the cause that separates it from the variant before
+    words: str  # its description
     engine: Literal["vllm", "trainer"]  # which engine computes
     model: Literal["rollout", "trainer"]  # whose weights it has: those of the rollout, or the trainer's
-    rounded_to: Dtype | None  # dtype to which they are rounded before they are loaded; None for no rounding
+    rounded_to: Dtype | None  # dtype to which the weights are rounded before they are loaded; None for no rounding
     dtype: Dtype  # dtype of the computation
     alone: bool = False  # whether sequences are computed one by one
-    draws: bool = False  # whether it draws the tokens itself, and does not score those of the rollout
+    draws: bool = False  # whether it draws the tokens itself; otherwise it scores those of the rollout
     tempered: bool = True  # of vLLM: whether log-probs are those of the temperature
     processed: bool = True  # of vLLM: whether log-probs are those after top-p and top-k
     cached: bool = False  # of vLLM: whether it has a prefix cache and cuts prompts into chunks
@@ -38,24 +38,24 @@ class Variant:
     fp32_output_head: bool = False  # of the trainer
     fp32_log_probs: bool = True  # of the trainer
     arithmetic: str = "native"  # of all operations, as in `engine.arithmetic_choice`
-    routing: Literal["", "recorded", "replayed"] = ""  # of a mixture of experts: what is done with its choices
+    routing: Literal["", "recorded", "replayed"] = ""  # in a mixture of experts: the use of its choices
 
     @property
     def process(self) -> "Variant":
-        """What one process can compute: variants with the same differ in what they are asked alone."""
+        """The settings of a process. Variants with the same value differ only in their requests."""
         return replace(self, name="", cause="", words="", alone=False, draws=False)
 
     @property
     def series(self) -> tuple[str, str | None]:
-        """Its series in the store."""
+        """The key of the variant's series in the store."""
         return (self.name, None) if self.draws else (ROLLOUT, self.name)
 
 
 def variants(job: Explanation, routed: bool = False) -> list[Variant]:
     """Return the variants, the rollout first and the trainer last; choices of experts are recorded if `routed`."""
     rollout, train = job.rollout_dtype, job.train_dtype
-    untempered = job.raw_log_probs and job.temperature != 1  # log-probs are of another temperature than it draws at
-    truncated = not job.raw_log_probs and (job.top_p < 1 or job.top_k > 0)  # they are of fewer tokens than all
+    untempered = job.raw_log_probs and job.temperature != 1  # log-probs have another temperature than the sampling
+    truncated = not job.raw_log_probs and (job.top_p < 1 or job.top_k > 0)  # log-probs are over fewer than all tokens
     chain = [
         Variant(
             ROLLOUT, "", f"vLLM as it samples, {rollout}", "vllm", "rollout", None, rollout, draws=True,
@@ -98,7 +98,7 @@ def engine_of(chain: Sequence[Variant]) -> Variant:
 
 
 def reference(job: Explanation, chain: Sequence[Variant]) -> tuple[Variant, Variant]:
-    """Return two variants between which lies BF16 in the trainer's engine alone; they may be off the path."""
+    """Return two variants that differ only by BF16 in the trainer's engine; they may be off the path."""
     engine = engine_of(chain)
     in_bf16 = replace(engine, name="reference", cause="", words="the trainer's engine in bf16", dtype="bf16")
     if job.arithmetic == EXACT:

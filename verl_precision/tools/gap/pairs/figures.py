@@ -54,7 +54,7 @@ def write_figures(folder: Path, pairs: list[Pair], title: str) -> list[str]:
 
 
 def _panels(pairs: list[Pair], x_label: str, y_label: str, draw: Callable[[Axes, Pair, str], str]) -> Figure:
-    """Draw a panel for each pair, one row a rollout dtype; `draw(axis, pair, colour)` returns the corner's note."""
+    """Draw a panel for each pair, one row for each rollout dtype; `draw` returns the note in the corner."""
     rows, columns = len({pair.rollout for pair in pairs}), len({pair.train for pair in pairs})
     figure = new_figure(3.1 * columns + 0.6, 2.7 * rows + 0.7)
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)

@@ -11,7 +11,7 @@ from verl_precision.mismatch.statistics import MismatchStatistics
 from verl_precision.tools.jobs.job import Store
 
 TOKENS_SHOWN = 20_000
-PREFIXES = tuple(2**power for power in range(6, 16))  # tokens at which the growth of a response's log ratio is read
+PREFIXES = tuple(2**power for power in range(6, 16))  # lengths at which the spread of log ratios is measured
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,11 +23,11 @@ class Pair:
     metrics: dict[str, float]  # `mismatch/...`, of docs/metrics.md
     k3_error: float  # standard error of the k3 over responses, nats; NaN with fewer than two
     empty_responses: int  # responses without a token, which count nowhere else
-    probs: np.ndarray  # [2, K] trainer's and rollout's probability of tokens chosen at random, the same ones each time
+    probs: np.ndarray  # [2, K] trainer's and rollout's probability of K tokens, chosen at random with a fixed seed
     gaps: np.ndarray  # [K] log π - log μ of those tokens, nats
     lengths: np.ndarray  # [B] tokens of each response
     sequence_log_ratios: np.ndarray  # [B] Σₜ log π(yₜ) - log μ(yₜ), nats
-    growth: dict[int, tuple[int, float]]  # tokens -> responses that have as many, std of the log ratio of those tokens
+    growth: dict[int, tuple[int, float]]  # length -> responses of that length or more, std of log ratios up to it
 
     def metric(self, name: str) -> float:
         """Return the metric `mismatch/<name>`; NaN where it is not defined."""
@@ -73,7 +73,7 @@ def ranked(pairs: list[Pair]) -> list[Pair]:
 
 
 def _growth(gaps: list[np.ndarray]) -> dict[int, tuple[int, float]]:
-    """Return how many finite sums of so many first gaps there are, and their spread, where there are at least two."""
+    """Return for each prefix the number of finite sums of its gaps, and their spread, if there are at least two."""
     growth = {}
     for prefix in PREFIXES:
         sums = np.array([gap_T[:prefix].sum() for gap_T in gaps if len(gap_T) >= prefix])
@@ -84,7 +84,7 @@ def _growth(gaps: list[np.ndarray]) -> dict[int, tuple[int, float]]:
 
 
 def _ratio_error(sums_B: np.ndarray, lengths_B: np.ndarray) -> float:
-    """Return the standard error of Σ sums / Σ lengths: tokens of one response are not independent, responses are.
+    """Return the standard error of Σ sums / Σ lengths: responses are independent, the tokens of one are not.
 
     With residuals eᵢ = sumᵢ - ratio·lengthᵢ it is √(B/(B - 1) Σ eᵢ²) / Σ lengths (ratio estimator, linearised).
     """

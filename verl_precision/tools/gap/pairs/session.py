@@ -1,4 +1,4 @@
-"""A job from end to end: sampling, scoring, then figures and a table, in which rank 1 has the smallest mismatch."""
+"""Runs a mismatch job: sampling, scoring, then figures and a table, in which rank 1 has the smallest mismatch."""
 
 import math
 from functools import partial
@@ -59,7 +59,7 @@ def measure_mismatch(job: MismatchJob, console: Console) -> list[Pair]:
 
 
 def cells(pairs: list[Pair]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows, ranked; log-probs that are not finite, or positive, have a column if there are any."""
+    """Return header and rows, ranked; log-probs that are not finite, or positive, have a column if they occur."""
     columns = [*_COLUMNS, *(column for column in _COLUMNS_IF_ANY if any(pair.metric(column[1]) > 0 for pair in pairs))]
     rows = []
     for rank, pair in enumerate(ranked(pairs), 1):
@@ -72,7 +72,7 @@ def cells(pairs: list[Pair]) -> tuple[list[str], list[list[str]]]:
 
 
 def growth_cells(pairs: list[Pair]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of the growth with length, a column a pair, ranked; no rows where responses are short."""
+    """Return header and rows of the growth with length, one ranked column a pair; no rows for short responses."""
     order, rows = ranked(pairs), []
     for length in sorted({length for pair in pairs for length in pair.growth}):
         found = [pair.growth.get(length, (0, math.nan)) for pair in order]
@@ -85,7 +85,7 @@ def _text(value: float, form: str) -> str:
 
 
 def markdown(pairs: list[Pair], settings: MismatchJob, versions: dict[str, str], prompts: int) -> str:
-    """Return the table with what is needed to make it again; `prompts` is their number."""
+    """Return the table and the settings that reproduce it; `prompts` is the number of prompts."""
     about = (
         f"{settings.model}; {prompts} prompts ({settings.prompts}), {settings.responses} responses each of up to "
         f"{settings.max_response_tokens} tokens; seed {settings.seed}; attention of the trainer: {settings.attention}; "
@@ -100,7 +100,7 @@ def markdown(pairs: list[Pair], settings: MismatchJob, versions: dict[str, str],
 
 
 def summary(pairs: list[Pair], prompts: int) -> dict[str, Any]:
-    """Return everything measured for JSON, with the pairs ranked; `prompts` is their number."""
+    """Return everything measured for JSON, with the pairs ranked; `prompts` is the number of prompts."""
     return {
         "pairs": [
             {
