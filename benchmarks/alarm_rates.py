@@ -3,11 +3,11 @@
     python benchmarks/alarm_rates.py
     python benchmarks/alarm_rates.py --runs 50
 
-Synthetic runs of 1,000 steps go through the whole alarm with its default settings, with k3 and mean |gap|; seeds 0 to
-runs - 1. A series is exp(noise) around a level. σ is the standard deviation of log k3 (Student's t: scaled to the same
-median absolute deviation); the noise of log |gap| is independent and half of it. Two series are made of tokens: gaps
-from a Student t(3) of scale 0.005, k3 and mean |gap| computed from them, with ever longer responses, 2,000 to 16,000
-tokens a step.
+Synthetic runs of 1,000 steps with k3 and mean |gap| go through the whole alarm with its default settings. Seeds are 0
+to runs - 1. A series is exp(noise) around a level. σ is the standard deviation of log k3 (Student's t: scaled to the
+same median absolute deviation). The noise of log |gap| is independent and half as large. Two series are made of tokens,
+with growing responses, 2,000 to 16,000 tokens a step: the gaps are from a Student t(3) of scale 0.005, and give k3 and
+mean |gap|.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def series(noise: Noise, sigma: float, level: np.ndarray, rng: np.random.Generat
 
 
 def longer_responses(rng: np.random.Generator, per_response: bool) -> Iterator[dict[str, float]]:
-    """Yield metrics made of ever more tokens: means over tokens, or sums over a response for comparison."""
+    """Yield metrics of a growing number of tokens: means over tokens, or for comparison sums over a response."""
     for tokens in np.geomspace(*TOKENS, STEPS).astype(int):
         gaps = 0.005 * rng.standard_t(3, tokens)
         factor = tokens / TOKENS[0] if per_response else 1.0
@@ -78,7 +78,7 @@ def alarms_of(metrics: Iterator[dict[str, float]]) -> list[Alarm]:
 
 
 def false_alarms(runs: Iterator[Iterator[dict[str, float]]]) -> tuple[float, float]:
-    """Return alarms per 1,000 steps, and the share of runs with any."""
+    """Return alarms per 1,000 steps, and the share of runs with an alarm."""
     counts = [len(alarms_of(run)) for run in runs]
     return 1000 * sum(counts) / (STEPS * len(counts)), float(np.mean([count > 0 for count in counts]))
 
@@ -93,7 +93,7 @@ def growing(noise: Noise, sigma: float, doubling: int, start: int, seed: int) ->
 
 
 def coming_back(change: dict[str, float], every: int, seed: int) -> float:
-    """Return the steps from 40 on until the first alarm (inf if none in 200), where every so many steps are changed."""
+    """Return the steps from step 40 to the first alarm (inf if none in 200); one step of every `every` is changed."""
     rows = series(gaussian, 0.3, np.zeros(240), np.random.default_rng(seed))
     changed = (row | (change if step >= 40 and step % every == 0 else {}) for step, row in enumerate(rows, 1))
     return min((raised.step - 40 for raised in alarms_of(changed)), default=math.inf)

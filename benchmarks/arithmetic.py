@@ -1,10 +1,10 @@
-"""Time of exact arithmetic beside operations rounded once in FP32, and beside the native ones, on a CPU.
+"""Time of exact arithmetic beside operations rounded once in FP32, and beside native operations, on a CPU.
 
     python benchmarks/arithmetic.py
     python benchmarks/arithmetic.py --repeats 3
 
 A training step: this package's FSDP2 engine as `engine.py` builds it, packed and with gradient checkpointing; all three
-in one process. Sampled responses: four at a time of vLLM, each arithmetic in a separate process, none ends early.
+in one process. Sampled responses: vLLM draws four at a time, each arithmetic in a separate process; none ends early.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from verl_precision.tools.engines.engine_process import EngineProcess
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 from verl_precision.tools.selftest.single_rank import make_group_of_one
 
-TOKENS = 512  # of each of the step's two sequences
+TOKENS = 512  # of each of the two sequences of a step
 REQUESTS = [SampleRequest(str(row), 0, (5,) * 16, max_tokens=64, seed=row) for row in range(4)]
 NO_END = {"skip_tokenizer_init": True, "generation_config": "vllm"}  # nothing tells vLLM which token ends a response
 
@@ -58,7 +58,7 @@ def records(arguments: argparse.Namespace) -> Iterator[Record]:
 def compared(
     what: str, size: str, calls: dict[str, Callable], repeats: int, at_most: dict[str, float]
 ) -> Iterator[Record]:
-    """Compare exact arithmetic with the two others; they take turns."""
+    """Compare exact arithmetic with the two others; the three take turns."""
     times = alternate(calls, repeats, seconds=15)
     for peer in ("rounded_once", "native"):
         name = f"{what}, exact beside {peer}, {size}"
@@ -66,7 +66,7 @@ def compared(
 
 
 def step(model: Path, dtype: str, arithmetic: str) -> Callable[[], None]:
-    """Return a step of an engine, which reads the arithmetic when it is built, and when it runs."""
+    """Return a step of an engine; the engine reads the arithmetic when it is built, and in each step."""
     os.environ[VARIABLE] = arithmetic
     one = engine(model, dtype, ShadowSettings(), True, EngineRouterReplayConfig(mode="disabled"))
 
@@ -84,7 +84,7 @@ def server(model: Path, dtype: str, arithmetic: str) -> EngineProcess:
 
 
 def draw(one: EngineProcess) -> None:
-    """Sample all responses; the first call waits until the model is loaded, too."""
+    """Sample all responses; the first call also waits for the model to load."""
     one.submit(REQUESTS)
     responses: list[Any] = []
     while ready := one.poll():

@@ -1,12 +1,12 @@
-"""The answers of `verl-precision check` to published commands of verl, with our presets and without.
+"""The answers of `verl-precision check` to published commands of verl, with this package's presets and without.
 
     python benchmarks/public_commands.py CHECKOUT --name "verl v0.9.0" --output commands.jsonl
     python benchmarks/check_commands.py commands.jsonl --output report.json
 
 Each command is checked in this process: unchanged, with `+precision=fp16 +estimator=pg_seq_is`, and with
-`+presets=win` too. The judge does not trust the check: it reads what the presets set from their own YAML, compares it
-with the composed config, and looks for each difference in the findings. A difference without a finding is silent.
-The exit code is 1 if a difference is silent, or if the check raised an unexpected error.
+`+presets=win` too. This script does not rely on the check: it reads the presets' settings from their own YAML, compares
+these settings with the composed config, and looks for each difference in the findings. A difference without a finding
+is silent. The exit code is 1 if a difference is silent, or if the check raised an unexpected error.
 """
 
 import argparse
@@ -37,7 +37,7 @@ WAYS = {
     "with the two words": [f"+{group}={name}" for group, name in WORDS.items()],
     "with presets=win": [*(f"+{group}={name}" for group, name in WORDS.items()), "+presets=win"],
 }
-# What no preset of WORDS sets and what still puts another loss, or other weights, in its place.
+# No preset of WORDS sets these settings, but they replace the presets' loss or weights.
 BESIDE = {"algorithm.rollout_correction.rollout_is": None, "algorithm.rollout_correction.rollout_rs": None,
           "distillation.enabled": False}  # fmt: skip
 ABSENT = object()
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("commands", type=Path, nargs="+", help="files of public_commands.py")
     parser.add_argument("--output", type=Path, help="report as JSON")
     parser.add_argument("--gpu", help="GPU of the run, as `check --gpu`")
-    parser.add_argument("--every", type=int, default=1, help="take each n-th command only")
+    parser.add_argument("--every", type=int, default=1, help="check only every n-th command")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="default: all")
     arguments = parser.parse_args()
     lines = [line for file in arguments.commands for line in file.read_text("utf-8").splitlines()]
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def answer(words: Sequence[str], way: str, gpu: str | None) -> dict[str, Any]:
-    """The check's answer to one command, and the judge's."""
+    """Return the check's answer to one command, and the differences that this script finds."""
     composed: list[DictConfig] = []
     result: dict[str, Any] = {"findings": [], "differences": [], "silent": [], "traceback": ""}
     options = ["--json", *(["--gpu", gpu] if gpu else [])]
@@ -90,7 +90,7 @@ def answer(words: Sequence[str], way: str, gpu: str | None) -> dict[str, Any]:
 
 
 class remembered:
-    """Inside, each config that the check composes is appended to `composed`, as it was before any rule saw it."""
+    """Appends each config that the check composes in the block to `composed`, before any rule reads it."""
 
     def __init__(self, composed: list[DictConfig]):
         self.composed, self.own = composed, recipe_config.compose_recipe
@@ -108,7 +108,7 @@ class remembered:
 
 
 def differences(config: DictConfig) -> Iterator[tuple[str, object, object]]:
-    """Each setting that a preset of WORDS sets and that the config has otherwise, with both values."""
+    """Yield each setting of a preset of WORDS that has another value in the config, with both values."""
     for key, text in sorted({**BESIDE, **preset_settings()}.items()):
         got = OmegaConf.select(config, key, default=ABSENT)
         wanted = meant(config, text)
@@ -120,7 +120,7 @@ def differences(config: DictConfig) -> Iterator[tuple[str, object, object]]:
 
 
 def meant(config: DictConfig, text: object) -> object:
-    """The value of a preset's text: one that refers to other settings takes them from the config."""
+    """Return the value of a preset's text; references to other settings take the config's values."""
     if not (isinstance(text, str) and "${" in text):
         return text
     beside = deepcopy(config)
@@ -129,7 +129,7 @@ def meant(config: DictConfig, text: object) -> object:
 
 
 def preset_settings() -> dict[str, object]:
-    """Each setting of the presets of WORDS and of the parts that they are made of, read from their YAML."""
+    """Return each setting of the presets of WORDS and of the presets' parts, read from their YAML."""
     root, found = Path(verl_precision.presets.__file__).parent, {}
 
     def read(file: Path) -> None:
@@ -155,7 +155,7 @@ def leaves(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, object]]
 
 
 def names(finding: dict[str, Any], key: str) -> bool:
-    """Whether a finding speaks of a setting: as its subject or inside a block, or by its last name in the words."""
+    """Return whether a finding names a setting: as its subject, inside a block, or by its last name in the text."""
     setting, block = str(finding["setting"]), key.removesuffix(".enabled")
     if setting.startswith(f"{block}.") and block != key:
         return True
@@ -166,7 +166,7 @@ def names(finding: dict[str, Any], key: str) -> bool:
 
 
 def show(way: str, results: list[dict[str, Any]]) -> None:
-    """Print what came of one way: counts, times, each kind of finding with its first source."""
+    """Print the results of one way: counts, times, each kind of finding with its first source."""
     tracebacks = [each for each in results if each["traceback"]]
     composed = [each for each in results if each["composed"]]
     print(f"\n## {way}: {len(results)} commands")

@@ -3,8 +3,8 @@
     python benchmarks/digest.py
     python benchmarks/digest.py --device cuda --megabytes 4096 --shape 768 2048
 
-One large tensor, and a stream of small ones, as a mixture of experts sends them. Beside both, torch's copy of the same
-bytes into allocated memory. A time ends when the device has finished and the digests have been fetched.
+One large tensor, and a stream of small tensors, as a mixture of experts sends them. Both are compared with torch's copy
+of the same bytes into allocated memory. A time ends when the device has finished and the digests are fetched.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from measure import Record, alternate, growth, parser, record, report
 
 from verl_precision.weight_sync.manifest import StreamDigest
 
-DISTINCT = 32  # small tensors in memory; the stream goes round
+DISTINCT = 32  # small tensors in memory; the stream repeats them
 
 
 def parse() -> argparse.Namespace:
@@ -27,7 +27,7 @@ def parse() -> argparse.Namespace:
     arguments.add_argument("--dtype", default="bfloat16", help="dtype of the tensors (default bfloat16)")
     arguments.add_argument("--megabytes", type=int, default=512, help="MiB of the large tensor (default 512)")
     arguments.add_argument("--tensors", type=int, default=19_000, help="small tensors in the stream (default 19000)")
-    arguments.add_argument("--shape", type=int, nargs="+", default=[64, 64], help="of a small one (default 64 64)")
+    arguments.add_argument("--shape", type=int, nargs="+", default=[64, 64], help="of a small tensor (default 64 64)")
     return arguments.parse_args()
 
 

@@ -5,15 +5,15 @@
 
 One rank over gloo on a CPU, a Qwen3 of random weights, micro-batches of one sequence. The engines take turns. An engine
 with a shadow runs a second, no-grad forward in the rollout's dtype; "every 10th" adds one such step and nine without.
-On a CPU verl's own loss scaler is off, so its FP16 steps do less work than ours.
+On a CPU verl's own loss scaler is off, so verl's FP16 steps do less work than this package's.
 
-A policy gradient beside `grpo`: log-probs at θ' with entropy, as verl takes them for `grpo`, and an update with verl's
-`ppo_loss`; the policy gradients need only the update. With gradient checkpointing, as in all our scales, and in FP32
-without it too. In 16 bits a CPU without such kernels takes longer for a gradient than for a forward pass. The
-saved forward pass is then a smaller part than on a GPU; FP32 has the right proportions.
+A policy gradient beside `grpo`: verl computes log-probs at θ' with entropy for `grpo`, and then an update with its
+`ppo_loss`; the policy gradients need only the update. Gradient checkpointing is on, as in all our scales, in FP32 also
+off. A CPU without 16-bit kernels takes longer for a gradient than for a forward pass. The saved forward pass is then a
+smaller part than on a GPU; FP32 has the right proportions.
 
-Router replay: a Qwen3-MoE of the same size, 2 of 8 experts, packed. The replayed choices are those that the
-routers make by themselves, so both steps compute the same.
+Router replay: a Qwen3-MoE of the same size, 2 of 8 experts, packed. The replayed experts are those that the routers
+would choose, so both steps compute the same.
 """
 
 import argparse
@@ -48,7 +48,7 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "
 SEQUENCES = 2
 PROMPT = 16
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 384}
-TOKENS = {"fp32": 512}  # else 64, since a CPU's 16-bit products are slow
+TOKENS = {"fp32": 512}  # otherwise 64, since a CPU's 16-bit products are slow
 ARITHMETIC = "its matrix products at the speed of torch's largest"
 
 
@@ -79,7 +79,7 @@ def records(arguments: argparse.Namespace) -> Iterator[Record]:
 
 
 def engine_steps(folder: Path, dtype: str, tokens: int, repeats: int) -> Iterator[Record]:
-    """Compare our engine, without a shadow and with one, with verl's."""
+    """Compare this package's engine, without a shadow and with one, with verl's."""
 
     def step(one: Any, tokens: int = tokens) -> None:
         update(one, batch(tokens), mean_log_prob)
@@ -138,7 +138,7 @@ def estimators(folder: Path, checkpointing: bool, dtype: str, tokens: int, repea
 
 
 def router_replay(folder: Path, dtype: str, tokens: int, repeats: int) -> Record:
-    """Compare a step with given experts, which the routers chose before, with one in which they choose."""
+    """Compare a step with recorded experts with a step in which the routers choose the experts."""
 
     def step(one: Any, with_choices: bool) -> None:
         data = batch(tokens, packed=True)
@@ -168,7 +168,7 @@ def engine(
     checkpointing: bool = False,
     replay: EngineRouterReplayConfig | None = None,
 ) -> Any:
-    """Return an initialised engine: verl's without `shadow`, else ours; with `replay`, of packed sequences."""
+    """Return an initialised engine: with `shadow` this package's, otherwise verl's; `replay` packs sequences."""
     settings = dict(
         strategy="fsdp2",
         use_torch_compile=False,
@@ -201,7 +201,7 @@ def nested(rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 def batch(tokens: int, calculate_entropy: bool = False, packed: bool = False) -> Any:
-    """Return sequences of a prompt and a response each, with what verl's `ppo_loss` asks for but `old_log_probs`."""
+    """Return sequences of prompt and response, with the fields of verl's `ppo_loss` except `old_log_probs`."""
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(SHAPE["vocab_size"], (tokens,), generator=generator) for _ in range(SEQUENCES)]
     data = engine_batch(
@@ -227,19 +227,19 @@ def update(one: Any, data: Any, loss: Callable) -> None:
 
 
 def mean_log_prob(model_output: Any, data: Any, dp_group: Any) -> tuple[torch.Tensor, dict]:
-    """Return a loss that asks for nothing but log-probs."""
+    """Return a loss that uses only log-probs."""
     return -model_output["log_probs"].values().float().mean(), {}
 
 
 def least_time(step: Callable[[], None], dtype: str) -> float:
-    """Return the milliseconds that a step's matrix products take at least."""
+    """Return the least time of a step's matrix products, in milliseconds."""
     with FlopCounterMode(display=False) as counter:
         step()
     return counter.get_total_flops() / matmul_peak(torch_dtype(dtype))
 
 
 def log_prob_memory(tokens: int = 4096, vocabulary: int = 32768, chunk: int = 512) -> Record:
-    """Compare what log-probs of FP16 logits, taken in FP32, allocate beyond the logits and their gradient."""
+    """Compare the memory of FP32 log-probs of FP16 logits, without the logits and their gradient."""
 
     def peak(function: Callable) -> list[float]:
         logits = torch.randn(tokens, vocabulary).half().requires_grad_()

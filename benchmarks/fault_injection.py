@@ -2,8 +2,8 @@
 
     python benchmarks/fault_injection.py FOLDER [--count 50] [--seed 1] [--processes 2] [--page PAGE.md]
 
-Each case has a random model, pair of dtypes, seed, and none, one or two random faults of random size, in real
-engines. Results in FOLDER are not computed again. It takes about a minute a case and process.
+Each case has a random model, a random pair of dtypes, a random seed, and up to two random faults of random size, in
+real engines. Results in FOLDER are not computed again. A case takes about a minute of one process.
 """
 
 import argparse
@@ -36,20 +36,20 @@ from verl_precision.tools.show.tables import markdown_table
 MODELS = ("tiny:qwen3", "tiny:llama", "tiny:qwen2", "tiny:qwen3_moe", "tiny:qwen3_rough")
 FOUND = "found.json"
 SIZE = re.compile(r"\{.*?\}")
-RECORDED = Path(__file__).with_name("fault_injection.json")  # of the page
+RECORDED = Path(__file__).with_name("fault_injection.json")  # the page's data
 PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"), ("fp16", "bf16"))  # trainer, rollout
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: what `explain` calls its step, its sizes (from, to), and where it cannot be injected."""
+    """A fault: the name of its step in `explain`, its sizes (from, to), and the cases that can have it."""
 
     cause: str
     sizes: tuple[float, float]
     what: str
     only_models: tuple[str, ...] = MODELS
     only_pairs: tuple[tuple[str, str], ...] = PAIRS
-    place: str = "vllm"  # where it is injected; two faults have two places
+    place: str = "vllm"  # where it is injected; two faults need two places
 
 
 FAULTS = {
@@ -77,7 +77,7 @@ FAULTS = {
 
 @dataclass
 class Case:
-    """What is injected, and how it is asked about."""
+    """The faults of a case, and the settings of its `explain`."""
 
     number: int
     model: str
@@ -92,7 +92,7 @@ class Case:
 
 
 def draw(count: int, seed: int) -> list[Case]:
-    """Return the cases; the first three are healthy, each fault is once alone, and the rest are random."""
+    """Return the cases: three without a fault, one for each fault alone, and random ones."""
     generator = random.Random(seed)
     wanted: list[list[str]] = [[], [], [], *([name] for name in FAULTS)]
     while len(wanted) < count:
@@ -110,7 +110,7 @@ def draw(count: int, seed: int) -> list[Case]:
                 names = generator.sample(list(FAULTS), 2)
             elif all(model in fault.only_models and pair in fault.only_pairs for fault in faults):
                 break
-            elif len(names) == 2 and generator.random() < 0.2:  # perhaps no model and pair has both
+            elif len(names) == 2 and generator.random() < 0.2:  # perhaps no model and pair allows both
                 names = generator.sample(list(FAULTS), 2)
         sizes = {name: float(np.exp(generator.uniform(*np.log(FAULTS[name].sizes)))) for name in names}
         found.append(Case(number, model, *pair, generator.randrange(1000), sizes))
@@ -118,7 +118,7 @@ def draw(count: int, seed: int) -> list[Case]:
 
 
 def inject(case: Case, folder: Path) -> dict[str, Any]:
-    """Run `explain`, and return what it said beside what was injected."""
+    """Inject the faults of a case, run `explain`, and return its findings with the causes of the faults."""
     faults, model, rollout_model = case.faults, case.model, None
     settings: dict[str, Any] = {}
     if "near_tie" in faults:
@@ -164,7 +164,7 @@ def inject(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def _made(job: Explanation, folder: Path, side: str) -> float:
-    """Return the share of the k3 that is not there if one side is a right engine, on the same tokens."""
+    """Return the share of the k3 that a correct engine on one side removes, on the same tokens."""
     lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
     prompts = lines[0]["settings"]["prompt_token_ids"]
     drawn = {one["problem"]: one for one in lines[1:] if one["rollout"] == "rollout" and one.get("train") is None}
@@ -210,7 +210,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", type=int, help="one case, by its number")
-    parser.add_argument("--page", type=Path, help="where the table goes, e.g. docs/fault_injection.md")
+    parser.add_argument("--page", type=Path, help="file to write, e.g. docs/fault_injection.md")
     return parser.parse_args()
 
 
@@ -250,7 +250,7 @@ Part of k3: the share of the missed fault.
 
 
 def page(founds: list[dict[str, Any]]) -> str:
-    """Return what was found in Markdown."""
+    """Return the results as a page in Markdown."""
     missed = [one["undone"][cause] for one in founds for cause in set(one["injected"]) - set(one["named"])]
     healthy = [one for one in founds if not one["injected"]]
     heading = PAGE.format(
@@ -304,7 +304,7 @@ def _wrong(founds: list[dict[str, Any]]) -> str:
 
 
 def recorded(found: dict[str, Any]) -> dict[str, Any]:
-    """Return what `RECORDED` keeps of a case: what the page shows, and its size to as many digits."""
+    """Return the record of a case in `RECORDED`: the fields of the page, with the page's digits."""
     kept = {
         key: found[key]
         for key in ("number", "model", "train", "rollout", "seed", "faults", "words", "injected", "named")

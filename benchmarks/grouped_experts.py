@@ -1,12 +1,12 @@
-"""Time of an MoE layer in FP16 and BF16 with each way that transformers has to compute its experts.
+"""Time of an MoE layer in FP16 and BF16 with each of transformers' implementations of experts.
 
-    python benchmarks/grouped_experts.py  # on CUDA: Qwen3-30B-A3B's shapes; else tiny ones
+    python benchmarks/grouped_experts.py  # on CUDA: Qwen3-30B-A3B's shapes; otherwise tiny shapes
 
 One `Qwen3MoeSparseMoeBlock` of the installed transformers with random weights, forward and backward, beside `eager`,
-transformers' loop. Waits: how often the host waits for the GPU, as torch's sync debug mode counts it. Error: the
-output's distance from an FP32 block with the same weights, relative to its norm; a token whose router logits round
-across a boundary has other experts. `batched_mm` copies an expert's weights for each token that the expert gets. It is
-left out where the copies would fill a quarter of the memory.
+transformers' loop. Waits: the number of times that the host waits for the GPU, as torch's sync debug mode counts them.
+Error: the output's distance from the output of an FP32 block with the same weights, relative to its norm. A token has
+other experts if rounding changes the order of its router logits. `batched_mm` copies an expert's weights for each of
+the expert's tokens. It is left out if the copies would fill a quarter of the memory.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def records(arguments: argparse.Namespace) -> Iterator[Record]:
     shape, tokens = (QWEN3_30B, arguments.tokens or 8192) if on_gpu else (TINY, arguments.tokens or 256)
     torch.manual_seed(0)
     exact = Qwen3MoeSparseMoeBlock(Qwen3MoeConfig(**shape, norm_topk_prob=True)).to(device)
-    for parameter in exact.parameters():  # transformers leaves them empty, and the router's at zero
+    for parameter in exact.parameters():  # transformers leaves these empty, and the router at zero
         torch.nn.init.normal_(parameter, std=shape["hidden_size"] ** -0.5)
     hidden = torch.randn(1, tokens, shape["hidden_size"], device=device)
     slope = torch.randn_like(hidden)

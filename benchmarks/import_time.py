@@ -3,8 +3,8 @@
     python benchmarks/import_time.py
     python benchmarks/import_time.py --repeats 7
 
-The import: CPU time in clean interpreters, with the plugin and without. The commands: wall-clock time, beside verl's
-own command that prints a config. All take turns, after one round that fills the page cache.
+The import is CPU time in clean interpreters, with the plugin and without. The commands are wall-clock time, beside
+verl's own command that prints a config. All take turns, after one round that fills the page cache.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def records(arguments: argparse.Namespace) -> Iterator[Record]:
 
 
 def imported(policy: str) -> float:
-    """Return the CPU seconds of `import verl` under a policy of plugins."""
+    """Return the CPU seconds of `import verl`, with a value of VERL_USE_EXTERNAL_PLUGINS."""
     environment = {**os.environ, "VERL_USE_EXTERNAL_PLUGINS": policy}
     return float(run((sys.executable, "-c", IMPORT), environment))
 

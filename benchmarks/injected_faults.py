@@ -20,11 +20,11 @@ def _noise(size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(0))
 
 
-# In vLLM: what is done to its model. ---------------------------------------------------------------------------------
+# In vLLM's model. ----------------------------------------------------------------------------------------------------
 
 
 def _epsilon(model: Any, size: float) -> None:
-    """Multiply the norms' epsilon."""
+    """Multiply the epsilon of the norms by `size`."""
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
             module.variance_epsilon *= size
@@ -46,7 +46,7 @@ def _softmax_scale(model: Any, size: float) -> None:
 
 
 def _head(model: Any, size: float) -> None:
-    """Have other rows in the output head than the trainer."""
+    """Change the rows of the output head from the trainer's."""
 
     def hook(module: nn.Module, args: tuple, logits: Tensor | None) -> Tensor | None:
         return None if logits is None else logits * (1 + size * _noise(logits.shape[-1]).to(logits.dtype))
@@ -55,12 +55,12 @@ def _head(model: Any, size: float) -> None:
 
 
 def _where(model: Any, size: float, wanted: Callable[[int, int], bool]) -> None:
-    """Change the last hidden state by a factor 1 + size x noise in some forwards: wanted(tokens, sequences)."""
+    """Multiply the last hidden state by 1 + size x noise in the forwards for which wanted(tokens, sequences) holds."""
     changed = []
 
     def before(module: nn.Module, args: tuple) -> None:
         positions = args[0]
-        begun = int((positions == 0).sum())  # in decode none begins, and every token is another sequence's
+        begun = int((positions == 0).sum())  # in decode no sequence begins, and each has one token
         changed[:] = [wanted(len(positions), begun or len(positions))]
 
     def after(module: nn.Module, args: tuple, output: Any) -> Any:
@@ -75,12 +75,12 @@ def _where(model: Any, size: float, wanted: Callable[[int, int], bool]) -> None:
 
 
 def _decode(model: Any, size: float) -> None:
-    """Have another kernel in decode than in prefill."""
+    """Compute decode differently from prefill."""
     _where(model, size, lambda tokens, sequences: tokens == sequences)
 
 
 def _batch(model: Any, size: float) -> None:
-    """Depend on whether there are other sequences in the batch."""
+    """Compute a sequence differently if the batch has other sequences."""
     _where(model, size, lambda tokens, sequences: sequences > 1)
 
 
@@ -91,7 +91,7 @@ IN_VLLM = {
 
 
 def faulty_vllm(settings: SamplerSettings, faults: dict[str, float]) -> VllmEngine:
-    """Return a right engine with faults of `IN_VLLM`, each with its size."""
+    """Return a vLLM engine with faults of `IN_VLLM`, each with its size."""
     engine = VllmEngine(settings)
     for name, size in faults.items():
         engine._engine.apply_model(partial(IN_VLLM[name], size=size))
@@ -117,7 +117,7 @@ def _softmax_in_16_bits(module, query, key, value, attention_mask, scaling, **kw
 
 
 def _across_sequences(module, query, key, value, attention_mask, scaling, **kwargs):
-    """Attend to all that comes before, of other sequences too."""
+    """Attend to all earlier tokens, also to those of other sequences."""
     attended = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, scale=scaling, is_causal=True, enable_gqa=True
     )
@@ -125,7 +125,7 @@ def _across_sequences(module, query, key, value, attention_mask, scaling, **kwar
 
 
 def faulty_trainer(settings: ScorerSettings, epsilon: float = 1.0) -> TrainerEngine:
-    """Return a right trainer, to which two wrong kernels are known; its norms' epsilon may be another."""
+    """Return a trainer that can use two wrong kernels, with the epsilon of its norms times `epsilon`."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -141,7 +141,7 @@ def faulty_trainer(settings: ScorerSettings, epsilon: float = 1.0) -> TrainerEng
 
 
 def _in_folder(change: Callable[[dict[str, Tensor], float], None]) -> Callable[[str, Path, float], str]:
-    """Turn what changes a model's tensors into what writes a changed copy of a model to a new folder."""
+    """Return a function that writes a copy of a model, changed by `change`, to a new folder."""
 
     @wraps(change)
     def write(model: str, folder: Path, size: float) -> str:
@@ -158,21 +158,21 @@ def _in_folder(change: Callable[[dict[str, Tensor], float], None]) -> Callable[[
 
 @_in_folder
 def stale_head(tensors: dict[str, Tensor], size: float) -> None:
-    """The output head alone is another: relative change `size`."""
+    """Change only the output head, by `size` relatively."""
     head = tensors["lm_head.weight"]
     head *= 1 + size * _noise(head.numel()).view_as(head)
 
 
 @_in_folder
 def version_behind(tensors: dict[str, Tensor], size: float) -> None:
-    """One step of Adam with learning rate `size` lies between the two."""
+    """Change all weights by one step of Adam with learning rate `size`."""
     for tensor in tensors.values():
         tensor += size * _noise(tensor.numel()).view_as(tensor).sign()
 
 
 @_in_folder
 def near_tie(tensors: dict[str, Tensor], size: float) -> None:
-    """Three experts of a mixture have scores `size` apart, relatively, of which two are chosen."""
+    """Give groups of three experts router scores that differ by `size` relatively; two experts are chosen."""
     for name, tensor in tensors.items():
         if name.endswith("mlp.gate.weight"):
             for expert in range(len(tensor)):

@@ -4,8 +4,8 @@
     python benchmarks/kept_tokens.py --responses 16 --tokens 20480
 
 The recorder of a run writes to a file on this machine's disk, with text. verl's transfer queue and tokenizer are
-replaced: the fetched batch is small beside that of a verl step, and the text of a token is made once in a run. One
-thread, as Ray gives to a driver.
+replaced: the fetched batch is small beside the batch of a verl step, and a run makes the text of each token only once.
+The benchmark has one thread, as Ray gives to a driver.
 """
 
 import argparse
@@ -41,13 +41,13 @@ actor_rollout_ref:
 
 def parse() -> argparse.Namespace:
     made = parser(__doc__, repeats=7)
-    made.add_argument("--responses", type=int, default=16, help="responses that are kept, of twice as many")
-    made.add_argument("--tokens", type=int, default=20_480, help="tokens of each")
+    made.add_argument("--responses", type=int, default=16, help="responses to keep, of twice as many")
+    made.add_argument("--tokens", type=int, default=20_480, help="tokens of each response")
     return made.parse_args()
 
 
 def batch_of(responses: int, tokens: int) -> dict[str, torch.Tensor]:
-    """Log-probs as a model gives them, with BF16's gap, and token ids as a text has them: a few of many are common."""
+    """Return log-probs like a model's, with BF16's gap, and token ids like a text's, of which a few are common."""
     random = torch.Generator().manual_seed(0)
     mu = -torch.empty(responses, tokens).exponential_(2.5, generator=random)
     ids = torch.empty(responses, tokens + PROMPT).exponential_(0.7, generator=random).exp().clamp(max=150_000).long()

@@ -1,11 +1,11 @@
-"""How soon the live page opens, and how soon it shows a new row, in a real Chromium on this machine.
+"""The time in which the live page opens and shows a new row, in a real Chromium on this machine.
 
     python benchmarks/live_page.py
     python benchmarks/live_page.py --runs 5 --steps 5000 --repeats 5
 
 `verl-precision watch` serves runs in a separate process. Opened: from the browser's navigation to the frame with the
-first curves, and to that with the last. A new row: from the end of its write to the text of its step on the page. The
-exit code is 1 where the medians are above one and two seconds. It needs Debian's chromium and chromium-driver.
+first curves, and to the frame with the last. A new row: from the end of its write to the text of its step on the page.
+The exit code is 1 if the medians are above one and two seconds. It needs Debian's chromium and chromium-driver.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import chromium  # noqa: E402
 from made_runs import add, row, write_run  # noqa: E402
 
 OPENED, NEW_ROW = 1.0, 2.0  # seconds
-# Notes, in a page that is opened, when curves were on a frame, and when a text of progress came.
+# Records in an open page the times at which curves were drawn in a frame, and at which the text of progress changed.
 NOTES = """
 window.frameNotes = []; window.stepNotes = {};
 new MutationObserver(() => {
@@ -74,7 +74,7 @@ def main() -> int:
 
 
 def opened(page: chromium.Page, url: str) -> tuple[float, float]:
-    """Return the seconds from navigation to the first frame with curves, and to that with the last ones."""
+    """Return the seconds from navigation to the first frame with curves, and to the frame with the last curves."""
     page.open(url)
     page.wait("figures.size > 0 && [...figures.values()].every((figure) => figure.element.hidden || !figure.stale)")
     page.wait("frameNotes.every((entry) => entry[1])")
@@ -84,7 +84,7 @@ def opened(page: chromium.Page, url: str) -> tuple[float, float]:
 
 def new_row(page: chromium.Page, metrics: Path, step: int) -> float:
     """Return the seconds from a row's write to its step on the page."""
-    time.sleep(0.37 * (step % 4))  # at another moment between two of the page's questions
+    time.sleep(0.37 * (step % 4))  # at another time between two requests of the page
     add(metrics, row(step))
     written = time.time()
     page.wait("arguments[0] in stepNotes", str(step))

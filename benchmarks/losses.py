@@ -3,8 +3,8 @@
     python benchmarks/losses.py
     python benchmarks/losses.py --rows 8 --tokens 1024 --repeats 5
 
-Both are called as verl calls them, with the config of the preset, in turns. Memory is what one forward and backward
-allocates beyond the inputs at its peak, as counted by torch's profiler on a CPU and by the allocator on a GPU.
+Both losses are called as verl calls them, with the config of the preset, in turns. Memory is the peak of one forward
+and backward without the inputs, as torch's profiler counts it on a CPU, and the allocator on a GPU.
 """
 
 import argparse
@@ -63,15 +63,15 @@ def records(arguments: argparse.Namespace) -> Iterator[Record]:
 
 
 def configured(estimator: str, native: str | None, tokens: int) -> Any:
-    """Return the preset's actor config, as verl's `native` loss wants it where one is named."""
+    """Return the preset's actor config; with `native`, the config that this loss of verl needs."""
     correction = "++actor_rollout_ref.actor.policy_loss.rollout_correction"
     overrides = [f"{correction}.loss_type=reinforce", f"{correction}.rollout_is=sequence"]
-    # verl's importance-weighted policy gradient is reached by its typed settings
+    # these typed settings choose verl's importance-weighted policy gradient
     return actor_config(estimator, tokens, *(overrides if native == "bypass_mode" else ()))
 
 
 def prepare(config: Any, native: str | None, rows: int, tokens: int, device: str) -> Callable[[], None]:
-    """Return one forward and backward of the config's loss, or of verl's `native` in its place."""
+    """Return a function for one forward and backward of the config's loss, or instead of verl's `native`."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
     generator = torch.Generator().manual_seed(0)

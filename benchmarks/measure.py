@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: calls timed in turns, records of results, and physical limits of the machine."""
+"""Shared by the benchmarks: timing of calls in turns, records of results, physical limits of the machine."""
 
 import argparse
 import contextlib
@@ -19,11 +19,11 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Record:
-    """A comparison of ours with what a user would run instead; less is better.
+    """A comparison of this package's code (ours) with the peer that a user would run instead; less is better.
 
     Attributes:
-        what: What is measured, with its size: the record's name.
-        peer: What a user would run instead.
+        what: The measured code and its size: the record's name.
+        peer: The code that a user would run instead.
         unit: Unit of the times, or sizes, of both.
         ours: Median of ours.
         theirs: Median of the peer.
@@ -31,10 +31,10 @@ class Record:
         spread: Lower and upper quartile of these ratios.
         at_most: Target: the largest ratio, or None.
         ours_at_most: Target: the largest value of ours, in `unit`, or None.
-        limit: What no implementation can be better than, in words; empty where that is not known.
+        limit: The best possible implementation, in words; empty if unknown.
         least: Value of ours at that limit, in `unit`.
-        growth: How ours grows.
-        noise: Ratio below which differences mean nothing.
+        growth: Growth of ours with its sizes, in words.
+        noise: Ratio below which differences have no meaning.
     """
 
     what: str
@@ -52,7 +52,7 @@ class Record:
     noise: float = 0.0
 
     def target(self) -> str:
-        """Return in words what was asked for, and whether it is met; empty where nothing was asked for."""
+        """Return in words the target, and whether it is met; empty without a target."""
         found, most, unit = self.ratio, self.at_most, ""
         if self.ours_at_most is not None:
             found, most, unit = self.ours, self.ours_at_most, f" {self.unit}"
@@ -75,17 +75,17 @@ class Record:
 
 
 def record(what: str, peer: str, unit: str, ours: list[float], theirs: list[float], **others: Any) -> Record:
-    """Return a record of values that were taken in pairs; `others` are further fields of it."""
+    """Return a record of values that were measured in pairs; `others` are further fields of the record."""
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return Record(what, peer, unit, statistics.median(ours), statistics.median(theirs), middle, (low, high), **others)
 
 
 def alternate(calls: dict[str, Callable[[], object]], repeats: int, seconds: float = 40.0) -> dict[str, list[float]]:
-    """Return the milliseconds of every call; they take turns, so that a busy machine slows all of them.
+    """Return the milliseconds of every call; the calls take turns, so that a busy machine slows all of them.
 
-    Each is called once before. The order is turned round every time, so that none always comes after the same one.
-    Rounds end after `repeats`; on a slow machine after `seconds`, but not before the third.
+    Each is called once before. The order is reversed in every round, so that no call always follows the same one.
+    The rounds end after `repeats`, on a slow machine after `seconds`, but not before the third.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -110,14 +110,14 @@ def clock(call: Callable[[], object]) -> float:
 
 
 def growth(times: dict[str, list[float]], whole: str, halves: dict[str, str]) -> str:
-    """Return how the time of `whole` grows; `halves` has what is doubled, and the call with half of it."""
+    """Return the growth of the time of `whole`, in words; `halves` maps a size to the call with half of that size."""
     grown = {what: statistics.median(a / b for a, b in zip(times[whole], times[half], strict=True))
              for what, half in halves.items()}  # fmt: skip
     return ", ".join(f"{times:.1f} times with twice the {what}" for what, times in grown.items())
 
 
 def bandwidth(device: str = "cpu") -> float:
-    """Return the bytes a millisecond that torch's copy of 256 MiB reads and writes, at its best."""
+    """Return the bytes per millisecond that torch's fastest copy of 256 MiB reads and writes."""
     source = torch.ones(256 * MIB // 4, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / min(alternate({"copy": lambda: target.copy_(source)}, 5)["copy"])
@@ -125,19 +125,19 @@ def bandwidth(device: str = "cpu") -> float:
 
 @functools.cache
 def matmul_peak(dtype: torch.dtype) -> float:
-    """Return the floating-point operations a millisecond of torch's matrix products, at their best."""
+    """Return the floating-point operations per millisecond of torch's fastest matrix products."""
     best = 0.0
     for rows, inner, columns in ((256, 256, 768), (512, 512, 512), (1024, 1024, 1024)):
         a, b = torch.randn(rows, inner).to(dtype), torch.randn(inner, columns).to(dtype)
         took = min(alternate({"product": lambda a=a, b=b: a @ b}, 3)["product"])
         best = max(best, 2 * rows * inner * columns / took)
-        if took > 100:  # a CPU without kernels for this dtype: larger ones are no faster
+        if took > 100:  # a CPU without kernels for this dtype: larger products are no faster
             break
     return best
 
 
 def peak_memory(call: Callable[[], object]) -> int:
-    """Return the largest number of bytes alive at once that the call allocated: of a GPU if there is one."""
+    """Return the peak of the bytes that the call allocated: on a GPU, if there is one, otherwise on the CPU."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -154,7 +154,7 @@ def peak_memory(call: Callable[[], object]) -> int:
 
 
 def actor_config(estimator: str, response_tokens: int, *overrides: str) -> Any:
-    """Return verl's typed ActorConfig of verl's own recipe with one of our estimators."""
+    """Return verl's typed ActorConfig of verl's own config with one of this package's estimators."""
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
     from verl.utils.config import omega_conf_to_dataclass
@@ -173,15 +173,15 @@ def actor_config(estimator: str, response_tokens: int, *overrides: str) -> Any:
 
 
 def parser(description: str | None, repeats: int) -> argparse.ArgumentParser:
-    """Return a benchmark's parser, with what all of them take."""
+    """Return a benchmark's parser, with the options of all benchmarks."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--repeats", type=int, default=repeats, help=f"timed calls of each (default {repeats})")
+    made.add_argument("--repeats", type=int, default=repeats, help=f"timed calls of each function (default {repeats})")
     made.add_argument("--json", type=Path, help="file to write the records to")
     return made
 
 
 def report(records: Iterable[Record], json_file: Path | None) -> None:
-    """Print each record once it is there, and write all of them to a file if one is named. verl prints to stderr."""
+    """Print each record as soon as it is measured, and write all to a file if one is named. verl prints to stderr."""
     found, out = [], sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
         for one in records:

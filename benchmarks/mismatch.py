@@ -7,8 +7,8 @@ verl's: `compute_offpolicy_metrics` and `calculate_debug_metrics`, one after the
 `MismatchStatistics.measure` with advantages, and `.metrics()`. float32, lengths uniform in [1, T], mask int64
 as verl has it.
 
-Memory: the rise of the process's peak resident memory over what it held before the call, in a process of
-its own for each side, after a call on a small batch has loaded, compiled and started everything. Needs Linux (/proc).
+Memory: the rise of the process's peak resident memory over its resident memory before the call. Each side has its own
+process. A call on a small batch has loaded, compiled and started everything before. Needs Linux (/proc).
 """
 
 import argparse
@@ -40,14 +40,14 @@ def parse() -> argparse.Namespace:
 def records(arguments: argparse.Namespace) -> Iterator[Record]:
     set_up(arguments)
     yield time_of_both(arguments)
-    # One value each; what the allocator holds already decides over the last MiBs, hence `noise`.
+    # One value for each side; memory that the allocator holds already changes the last MiBs, hence `noise`.
     ours, theirs = ([memory_in_own_process(side) / MIB] for side in ("ours", "verl's"))
     yield record(f"memory of {name(arguments)}", PEER, "MiB", ours, theirs, at_most=0.1, noise=0.05)
 
 
 def set_up(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
-    fused.SMALLEST_BATCH = math.inf if arguments.torch else 0  # 0: the small batch that comes first compiles the kernel
+    fused.SMALLEST_BATCH = math.inf if arguments.torch else 0  # 0: the small first batch compiles the kernel
 
 
 def name(arguments: argparse.Namespace) -> str:
@@ -62,7 +62,7 @@ def time_of_both(arguments: argparse.Namespace) -> Record:
     half_rows, _ = prepare(arguments, rows // 2, tokens)
     calls = {"ours": ours, "theirs": theirs, "half the tokens": half_tokens, "half the responses": half_rows}
     times = alternate(calls, arguments.repeats)
-    # the mask of every token, and three floats of those that count: half of them
+    # the mask of every token, and three floats of each valid token: half of the tokens are valid
     least = rows * tokens * (8 + 3 * 4 / 2) / bandwidth()
     grown = growth(times, "ours", {"tokens": "half the tokens", "responses": "half the responses"})
     fields = {"at_most": 0.05, "limit": "one read of the valid tokens", "least": least, "growth": grown}
@@ -70,7 +70,7 @@ def time_of_both(arguments: argparse.Namespace) -> Record:
 
 
 def prepare(arguments: argparse.Namespace, rows: int, tokens: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return our call, and verl's, on one batch."""
+    """Return this package's call and verl's, on one batch."""
     from verl.protocol import DataProto
     from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
     from verl.utils.debug.metrics import calculate_debug_metrics
@@ -104,12 +104,12 @@ def memory_in_own_process(side: str) -> int:
 
 
 def peak_memory(arguments: argparse.Namespace) -> int:
-    """Return how many bytes one call adds to the process's resident memory at its peak."""
+    """Return the bytes that one call adds to the process's peak resident memory."""
     set_up(arguments)
     side = ("ours", "verl's").index(arguments.memory_of)
     prepare(arguments, 32, arguments.tokens)[side]()
     call = prepare(arguments, arguments.rows, arguments.tokens)[side]
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at what is resident now
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the resident memory
     before = resident("VmRSS")
     call()
     return resident("VmHWM") - before

@@ -5,10 +5,10 @@
     python benchmarks/public_commands.py CHECKOUT --set HDFS_ROOT=/data --set MODEL_PATH=/data/model
 
 Each *.sh that names a main of verl is run by bash in a throw-away copy of the checkout, with a time limit and an empty
-home. PATH holds stand-ins for python, ray and the like, which record their arguments, and a few text tools. Every
+home. PATH holds a few text tools, and stand-ins for python, ray and other launchers, which record arguments. Every
 other program (rm, pkill, git, pip, wget, nvidia-smi, ...) is recorded and does nothing (stand_ins.bash). This is not
 a sandbox: a script can still write to a file that it names. Read untrusted scripts first, or run them in a container.
-A script that has started nothing is run again with the variables of --set, for those that ask for a path.
+A script that has started nothing is run again with the variables of --set, since some scripts need a path.
 
 A line is {"source": "NAME path/of/script.sh", "words": ["python3", "-m", "verl.trainer.main_ppo", ...]}.
 `benchmarks/check_commands.py` puts such files through `verl-precision check`.
@@ -36,7 +36,7 @@ TEXT_TOOLS = (
     *("uniq", "wc", "whoami", "xargs"),
 )
 STAND_IN = """#!{bash}
-[[ "$*" != *torch_npu* ]] || exit 1  # scripts ask so whether they are on an NPU
+[[ "$*" != *torch_npu* ]] || exit 1  # scripts test for an NPU by importing torch_npu
 printf '%s\\0' "${{0##*/}}" "$@" >"$(mktemp "$STAND_INS_CALLS/$EPOCHREALTIME.XXXXXX")"
 """
 
@@ -69,7 +69,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="folder of a repository with launch scripts")
-    parser.add_argument("--name", help="what the sources are called (default: the folder's name)")
+    parser.add_argument("--name", help="name of the sources (default: the folder's name)")
     parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="default: the terminal")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable that scripts need")
     parser.add_argument("--seconds", type=float, default=10, help="time limit of a script (default 10)")
@@ -110,7 +110,7 @@ class Sandbox:
         }
 
     def commands(self, script: Path, seconds: float, variables: Mapping[str, str] | None = None) -> list[list[str]]:
-        """The commands that start a main, in their order, when `script` runs from the repository's root."""
+        """Return the commands by which `script` starts a main from the repository's root, in order."""
         self.calls.mkdir()
         run(["bash", str(script)], self.copy, {**(variables or {}), **self.environment}, seconds)
         recorded = [call.read_text("utf-8", "surrogateescape") for call in sorted(self.calls.iterdir())]
@@ -119,12 +119,12 @@ class Sandbox:
         return [[Path(words[0]).name, *words[1:]] for words in calls if any(map(MAIN.search, words))]
 
     def outside(self, word: str) -> str:
-        """`word` with the checkout for its copy, and a home of everybody's for the throw-away one."""
+        """Return `word` with the checkout's path instead of the copy's, and /home/user instead of the empty home."""
         return word.replace(str(self.copy), str(self.checkout)).replace(str(self.home), "/home/user")
 
 
 def run(command: list[str], folder: Path, environment: dict[str, str], seconds: float) -> None:
-    """Run `command` and end all that it started, after `seconds` at the latest."""
+    """Run `command`; end it and all processes that it started after `seconds` at the latest."""
     quiet = subprocess.DEVNULL
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True

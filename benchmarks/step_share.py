@@ -4,7 +4,7 @@
     python benchmarks/step_share.py --repeats 3
 
 verl, vLLM, Ray and FSDP2 in FP16 on a CPU. Guard and canary are `weight_sync/seconds` in the run's metrics, the
-statistics `timing_s/mismatch`. A pair is the time of one part in a step, and of the step. The first step is left out.
+statistics `timing_s/mismatch`. A pair: the time of one part in a step, and of the whole step. The first is omitted.
 """
 
 import argparse
