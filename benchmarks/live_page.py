@@ -5,7 +5,7 @@
 
 `verl-precision watch` serves runs in a separate process. Opened: from the browser's navigation to the frame with the
 first curves, and to the frame with the last. A new row: from the end of its write to the text of its step on the page.
-The exit code is 1 if the medians are above one and two seconds. It needs Debian's chromium and chromium-driver.
+The exit code is 1 if a median is above its limit, 1 s or 2 s. It needs Debian's chromium and chromium-driver.
 """
 
 import argparse

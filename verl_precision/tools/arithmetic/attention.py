@@ -28,7 +28,7 @@ class SpansTogether(NamedTuple):
 
 
 class AttentionSpan(NamedTuple):
-    """A sequence, or the end of one: its queries lie together, its keys anywhere."""
+    """A sequence, or the end of one: its query rows are consecutive, its key rows need not be."""
 
     query: int  # row of the first query
     queries: int  # number of queries

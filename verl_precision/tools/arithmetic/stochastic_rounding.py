@@ -29,7 +29,7 @@ def round_what_is_sent(engine: Any, module: nn.Module) -> nn.Module:
 def rounded_stream(
     weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, step: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights, FP32 ones rounded at random. Step and name seed this, so all processes send the same."""
+    """Yield the weights, FP32 ones rounded at random; step and name are the seed, so all processes send the same."""
     for name, weight in weights:
         if weight.dtype == torch.float32:
             weight = round_stochastically(weight, dtype, seed_of(step, name))

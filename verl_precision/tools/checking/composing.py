@@ -31,8 +31,8 @@ _CONFIG = re.compile(r'hydra\.main\(config_path="(\w+)", config_name="(\w+)"')
 def read_command(words: Sequence[str], gone: list[ConfigurationError] | None = None) -> tuple[Path, list[str]]:
     """Return YAML and overrides of the typed words: a recipe with overrides, overrides of verl's config, or a command.
 
-    A main that verl no longer has is refused. With a list `gone`, the refusal is appended to the list instead, and the
-    config is that of the main to use instead.
+    A main that verl no longer has is refused. If there is a list `gone`, the refusal is appended to the list, and the
+    config is that of the replacement main.
 
     Raises:
         ConfigurationError: For a shell script, whose command only a run shows, and for a main that is not verl's.

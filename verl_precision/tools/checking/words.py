@@ -31,7 +31,7 @@ def wrong_words(
 ) -> tuple[list[ConfigurationError], DictConfig]:
     """Return an error for each word that Hydra refuses, and the config of the other words.
 
-    There are none if Hydra cannot read a word, or cannot compose the config groups: that is one error by itself.
+    The list is empty if Hydra cannot read a word, or cannot compose the config groups: that is one error by itself.
     """
     try:
         words = OverridesParser.create().parse_overrides(list(overrides))

@@ -30,7 +30,7 @@ def write_tasks(path: Path, tasks: Sequence[str], levels: Sequence[int], size: i
     for task, level in product(tasks, levels):
         _require_level(task, level)
     rows = [row for task, level in product(tasks, levels) for row in _rows(task, level, size, seed)]
-    kept = [*{row["prompt"][-1]["content"]: row for row in reversed(rows)}.values()][::-1]  # the first of equals
+    kept = [*{row["prompt"][-1]["content"]: row for row in reversed(rows)}.values()][::-1]  # first of equal questions
     for index, row in enumerate(kept):
         row["extra_info"]["index"] = index
     counted = f"{len(kept)} questions of {', '.join(tasks)} at level {', '.join(map(str, levels))}, seed {seed}"
@@ -76,7 +76,7 @@ def _rows(task: str, level: int, size: int, seed: int) -> list[dict[str, Any]]:
         if not isinstance(entry["answer"], str):
             raise refusal("reasoning_gym gives no answer for this task, so its reward cannot be tested")
         if compute_score(source, f"Answer: {entry['answer']}", truth)["acc"] != 1:
-            raise refusal("its scorer rejects its own answer after that was written to a file and read from a response")
+            raise refusal("its scorer rejects its own answer, written to a file and read from a response")
         if compute_score(source, "Answer: ?", truth)["acc"] == 1:
             raise refusal("its scorer accepts ? as an answer, so a model would learn nothing")
         rows.append({

@@ -23,7 +23,7 @@ class SampleRequest(_OfResponse):
 
     prompt_token_ids: tuple[int, ...]
     max_tokens: int = 0  # most tokens to generate
-    seed: int = 0  # of this response alone
+    seed: int = 0  # of this response only
     response_token_ids: tuple[int, ...] = ()
     routed_experts: Any = None  # to replay: NumPy int16 [tokens, layers, top_k], without the last token
 

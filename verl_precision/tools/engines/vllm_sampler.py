@@ -21,7 +21,7 @@ class VllmEngine:
     def __init__(self, settings: SamplerSettings) -> None:
         """Load a model."""
         cpu_settings = {} if prepare_process(settings.arithmetic) else _CPU_SETTINGS
-        import verl  # noqa: F401 - loads the plugin, which lets vLLM find itself on a CPU
+        import verl  # noqa: F401 - loads the plugin, which lets vLLM detect a CPU
         from transformers import PretrainedConfig
         from vllm import LLM
 
@@ -35,7 +35,7 @@ class VllmEngine:
             dtype=long(settings.dtype),
             max_model_len=settings.max_model_len,
             disable_log_stats=True,
-            **{"logprobs_mode": "processed_logprobs", **settings.more, **cpu_settings},  # that mode is verl's
+            **{"logprobs_mode": "processed_logprobs", **settings.more, **cpu_settings},  # verl's mode
         )
         if settings.divide_logits_by != 1:
             llm.apply_model(partial(_divide_logits, by=settings.divide_logits_by))

@@ -1,4 +1,4 @@
-"""avg@k, pass@k and paired differences. Problems are the sampling unit: a standard error is that over problems.
+"""avg@k, pass@k and paired differences. Problems are the sampling unit: a standard error is over problems.
 
 Let xᵢ be the share of the k responses to problem i that are correct, and P the number of problems. Then avg@k is
 x̄ = Σ xᵢ / P, and its standard error √(Σ (xᵢ - x̄)² / (P (P - 1))): the responses to one problem form a cluster. For two

@@ -59,7 +59,7 @@ class _Responses(Tasks):
         self._count(*response.key, correct, response.length)
 
     def _count(self, problem: str, response: int, correct: bool, tokens: int) -> None:
-        """Count a response of an engine or of the journal; refuse one that this job does not need."""
+        """Count a response of an engine or of the journal; refuse one of another job, and a second count."""
         tally, key, most = self.tallies.get(problem), (problem, response), self._job.responses - 1
         if tally is None or not 0 <= response <= most or key in self._counted:
             words = f"response {response} to problem {problem} is none of this job's, or was counted before"
@@ -97,7 +97,7 @@ class _Responses(Tasks):
 def build_sanity_set(settings: SanitySet, console: Console) -> dict[str, Any]:
     """Draw responses, write kept.parquet and summary.json, and return the summary; refuse an empty kept.parquet.
 
-    Options that cannot work are refused before an engine starts. If an engine fails, what was drawn is kept.
+    Options that cannot work are refused before an engine starts. If an engine fails, all drawn responses are kept.
     """
     job, data = Job(settings, console), read_data_set(settings.data)
     judging = Judging(settings, {settings.data.stem: data}, [settings.dtype])

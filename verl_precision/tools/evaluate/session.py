@@ -63,7 +63,7 @@ class Judging:
 def evaluate(evaluation: Evaluation, console: Console) -> pd.DataFrame:
     """Finish the job in its folder, write the results, and return each response, as in `accuracy.responses`.
 
-    Settings that cannot work are refused before a model loads. If an engine fails, what was drawn is kept.
+    Settings that cannot work are refused before a model loads. If an engine fails, all drawn responses are kept.
     """
     job, data = Job(evaluation, console), {path.stem: read_data_set(path) for path in evaluation.data}
     judging = Judging(evaluation, data, evaluation.dtypes)

@@ -64,7 +64,7 @@ class SavedModel:
                 loaded.append(torch.load(self.file(rank), **options))
                 if not all(isinstance(each, Tensor) for each in loaded[-1].values()):
                     raise TypeError("not a state dict")
-            except Exception as error:  # torch raises many kinds; its text suggests to run the file's code
+            except Exception as error:  # torch raises many kinds of errors, and suggests to run the file's code
                 problem = f"{self.file(rank).name} is incomplete, or is not a dictionary of named tensors"
                 raise _refused(self.folder, problem) from error
         return loaded

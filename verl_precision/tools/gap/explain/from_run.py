@@ -49,7 +49,7 @@ def explained_by(config: DictConfig) -> dict[str, Any]:
         "fp32_output_head": bool(actor.our_fsdp and actor.node.get("fp32_output_head")),
         "fp32_log_probs": bool(actor.node.get("fp32_log_probs", True)) if actor.our_fsdp else verls_fp32,
         "micro_batch_tokens": int(config.actor_rollout_ref.actor.get("ppo_max_token_len_per_gpu") or 16384),
-        "max_response_tokens": min(int(config.data.max_response_length), 512),  # longer ones show the same
+        "max_response_tokens": min(int(config.data.max_response_length), 512),  # longer responses show the same
         "prompts": str(files if isinstance(files, str) else files[0]),
         "prompt_field": str(config.data.get("prompt_key", "prompt")),
         "max_prompts": 16,

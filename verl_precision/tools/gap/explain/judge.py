@@ -176,7 +176,7 @@ def longest_sum(described: Mapping[str, Any]) -> int:
 def findings(
     job: Explanation, chain: Sequence[Variant], attribution: Attribution, bf16_cost: float, terms: int
 ) -> list[Finding]:
-    """Judge each step; faults come first, and then the largest part of the k3.
+    """Judge each step; faults come first, and in both groups the largest part of the k3.
 
     Rounding does not explain a step that stays in exact arithmetic.
     A dtype with n more bits than BF16 is expected to have 2⁻ⁿ of BF16's cost. For BF16 and FP16 that is all: products

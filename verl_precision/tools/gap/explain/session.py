@@ -89,7 +89,7 @@ def _engine(job: Explanation, variant: Variant, model: str, length: int, vllm: C
         target = job.folder / f"weights-{variant.model}-{variant.rounded_to}"
         model = rounded_copy(model, variant.rounded_to, target)
     if variant.engine == "vllm":
-        # vLLM applies its temperature only to drawn tokens. For scores the logits are divided by the temperature.
+        # vLLM applies its temperature only to drawn tokens, so for scores the logits are divided by the temperature.
         temperature, divisor = (1.0, job.temperature) if variant.tempered else (job.temperature, 1.0)
         more = {
             "logprobs_mode": "processed_logprobs" if variant.processed else "raw_logprobs",
@@ -112,9 +112,9 @@ def _engine(job: Explanation, variant: Variant, model: str, length: int, vllm: C
 
 
 def rounded_copy(model: str, dtype: str, target: Path) -> str:
-    """Return a folder with weights rounded to bf16 or fp16: the model itself if it has them, else a copy.
+    """Return a folder with weights rounded to bf16 or fp16: the model itself if it has them, otherwise a copy.
 
-    The copy is made in the folder `target`; one that exists is used again.
+    The copy is made in the folder `target`; a copy that exists is used again.
     """
     if target.exists():
         return str(target)
