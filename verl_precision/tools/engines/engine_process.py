@@ -85,7 +85,7 @@ class EngineProcess:
         end_processes(self._process, self._mark)
         code = self._process.returncode
         return RunFailedError(
-            f"the process {self._name} ended with exit code {code}; all results are kept, and the same command "
+            f"the process {self._name} ended with exit code {code}; finished results are kept, and the same command "
             f"continues.\n{reason(self._log, code)}\nLog: {self._log}"
         )
 
