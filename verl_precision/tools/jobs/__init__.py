@@ -1,1 +1,1 @@
-"""What the jobs that draw or score share: options, prompts, problems and rewards, the journal, and the loop."""
+"""The parts of every job that samples or scores: options, prompts, problems, rewards, the journal, the task loop."""

@@ -1,9 +1,9 @@
 """A job that samples or scores: its folder, journal, engines, task loop and results.
 
-In the journal of samples and their scores, a sample is a line {rollout, problem, response, token_ids, log_probs}, a
-score a line {rollout, train, problem, response, log_probs}. `rollout` names who sampled and `train` who scored;
-`problem` is the number of the prompt. Log-probs have the nine digits that tell every FP32 number from its neighbours.
-Where experts are recorded, a line has `routed_experts`, too: {shape, data}, int16 in base64.
+The journal has a line {rollout, problem, response, token_ids, log_probs} for each sample, and a line {rollout, train,
+problem, response, log_probs} for each score. `rollout` names the engine that sampled, `train` the engine that scored,
+and `problem` is the number of the prompt. Log-probs have nine digits, which distinguish all FP32 numbers. If experts
+are recorded, a line also has `routed_experts`: {shape, data}, int16 in base64.
 """
 
 import math
@@ -41,10 +41,10 @@ _FIELDS = {"rollout": str, "problem": str, "response": int, "log_probs": list}
 class Tasks:
     """The responses that a job needs, each requested once, in order."""
 
-    in_flight: int | None = None  # responses in flight; None for the job's number
+    in_flight: int | None = None  # responses in flight; None: the number in the job's settings
 
     def __init__(self, words: str, keys: Sequence[Key], finished: Collection[Key]) -> None:
-        """Begin with what is finished, to which `record` adds; `words` say what `done` counts."""
+        """Start from the finished tasks, to which `record` adds; `words` describe what `done` counts."""
         self.words, self.total = words, len(keys)
         self.missing = [key for key in keys if key not in finished]
         self._finished = finished
@@ -52,11 +52,11 @@ class Tasks:
 
     @property
     def done(self) -> int:
-        """Number of finished tasks; all are finished at `total`."""
+        """Return the number of finished tasks; all tasks are finished at `total`."""
         return len(self._finished)
 
     def next_requests(self, limit: int) -> list[SampleRequest]:
-        """Return up to so many requests, each once."""
+        """Return at most `limit` requests; each request is returned only once."""
         return [self._request(*key) for key in islice(self._unasked, limit)]
 
     def _request(self, problem: str, response: int) -> SampleRequest:
@@ -85,9 +85,9 @@ class Job:
             yield journal
 
     def complete(self, name: str, tasks: Sequence[Tasks], build: partial) -> None:
-        """Finish tasks one after the other on one engine, which starts only if one of them is unfinished.
+        """Finish tasks one after the other on one engine, which starts only if a task is unfinished.
 
-        `name` is in the log's name and in errors. An engine that fails raises `RunFailedError`; what was done is kept.
+        `name` is in the log's name and in errors. A failed engine raises `RunFailedError`; finished tasks are kept.
         """
         unfinished = [each for each in tasks if each.done < each.total]
         if unfinished:
@@ -100,21 +100,21 @@ class Job:
         return {"settings": self._recorded, "versions": installed_versions(), "command": sys.argv}
 
     def write(self, content: Mapping[str, Any], table: str | None = None) -> None:
-        """Write summary.json, and table.md, which is shown too."""
+        """Write summary.json and, if there is a table, table.md; also print the table."""
         write_json(self.folder / "summary.json", {**content, **self.envelope()})
         if table is not None:
             write_file(self.folder / "table.md", table, replace=True)
             self.console.print(Markdown(table))
 
     def show_written(self, names: Sequence[str], then: str = "") -> None:
-        """Say which files are in the folder, and what to do next."""
+        """Print which files were written to the folder, and then the next step."""
         self.console.print(f"wrote {', '.join(names)} to {self.folder}{then}", highlight=False, soft_wrap=True)
 
 
 def work_through(engine: EngineProcess, tasks: Tasks, in_flight: int, console: Console) -> None:
-    """Ask an engine until the tasks are finished; what is still in flight then is left unfinished.
+    """Send requests to an engine until the tasks are finished; requests still in flight then are not awaited.
 
-    `in_flight` responses keep it full. Progress is a line a minute.
+    `in_flight` requests keep the engine busy. Progress is printed once a minute.
     """
     asked, said = 0, -math.inf
     while True:
@@ -134,7 +134,7 @@ def work_through(engine: EngineProcess, tasks: Tasks, in_flight: int, console: C
 
 
 def recorded_versions() -> dict[str, str]:
-    """Return the installed versions, as a journal has them."""
+    """Return the installed versions under the names that a journal gives them."""
     return {f"{_VERSION}{name}": version for name, version in installed_versions().items()}
 
 
@@ -145,7 +145,7 @@ class Store:
         """Read which samples and scores the journal has."""
         self.job, self.journal, self.prompt_ids = job, journal, prompt_ids
         self.keys: list[Key] = [(str(p), r) for p in range(len(prompt_ids)) for r in range(job.responses)]
-        # (rollout dtype, train dtype, or None for the samples) -> what there is of that series
+        # (rollout dtype, train dtype; None for the samples) -> the responses of that series so far
         self.series: dict[tuple[str, str | None], dict[Key, Response]] = defaultdict(dict)
         for record in journal.records(_FIELDS):
             response = _response(record)
@@ -183,12 +183,12 @@ def open_store(
 
 
 class Series(Tasks):
-    """The samples of a rollout, or with a trainer their scores."""
+    """The samples of a rollout engine or, with `train`, the trainer's scores of these samples."""
 
     def __init__(
         self, store: Store, rollout: str, train: str | None = None, what: str = "", keys: Sequence[Key] | None = None
     ) -> None:
-        """Find what is missing; `what` says what the series is, where the names do not; `keys` are all by default."""
+        """Find the missing responses; `what` describes the series, by default by its names; default `keys`: all."""
         self._store, self._rollout, self._train = store, rollout, train
         self._found = store.series[rollout, train]
         what = what or f"responses sampled in {rollout}" + (f", scored in {train}" if train else "")

@@ -1,7 +1,7 @@
 """The journal of a job: each response is written before it counts, so a killed job continues where it stopped.
 
-One JSON object a line, appended. The first holds the settings, the others one response each. Lines that are complete
-are kept; a torn last line (killed while writing) is cut off, so that its response is done again.
+Each line is one JSON object: the first has the settings, every other line one response. Complete lines are kept. If
+the job was killed while it wrote, the incomplete last line is cut off, and its response is done again.
 """
 
 import fcntl
@@ -23,13 +23,13 @@ Key = tuple[str, int]  # (problem, index of the response)
 
 
 class Journal:
-    """The file, open for this process alone."""
+    """The journal's file, locked for this process."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """Open the journal of a job to continue it, or begin one; the job's folder is made.
+        """Open the journal of a job to continue the job, or create the journal and its folder.
 
         `settings` are everything that decides which responses are drawn and how they are judged, as JSON values. A
-        folder that belongs to somebody else, or in which another process works, is a `ConfigurationError`; a file that
+        folder with other content or settings, or with another process at work, is a `ConfigurationError`; a file that
         is no journal is a `CheckpointStateError`.
         """
         self.path = folder / JOURNAL
@@ -46,9 +46,9 @@ class Journal:
                 raise ConfigurationError(f"{self.path}: another process is writing it", remedy=remedy) from None
             self._file.seek(0)
             lines = [len(line) for line in self._file if line.endswith(b"\n")]
-            self.resumed, complete = len(lines) - 1, sum(lines)  # records that were there
-            self.torn = self._file.seek(0, os.SEEK_END) > complete  # whether there was a torn last line
-            if self.torn:  # a whole file is not touched
+            self.resumed, complete = len(lines) - 1, sum(lines)  # records of earlier processes
+            self.torn = self._file.seek(0, os.SEEK_END) > complete  # whether the last line is incomplete
+            if self.torn:  # a complete file is not changed
                 self._file.truncate(complete)
             if complete:
                 self._require_same(json.loads(json.dumps(settings)))
@@ -57,23 +57,23 @@ class Journal:
             closed_on_error.pop_all()
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write a record without what is None; it survives the end of this process."""
+        """Append a record without its None values; the record survives if this process is killed."""
         content = {key: value for key, value in record.items() if value is not None}
         self._file.write(json.dumps(content, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
 
     def records(self, fields: Mapping[str, type]) -> Iterator[dict[str, Any]]:
-        """Yield each record; one without such fields of these types is an error."""
+        """Yield each record; raise an error for a record without these fields of these types."""
         with self.path.open("rb") as content:
             for number, line in islice(enumerate(content, start=1), 1, None):
                 yield self._record(number, line, fields)
 
     def close(self) -> None:
-        """Close the file and let others have it."""
+        """Close the file and release its lock."""
         self._file.close()
 
     def _record(self, number: int, line: bytes, fields: Mapping[str, type]) -> dict[str, Any]:
-        """Return the object of a line, which has these fields."""
+        """Return the JSON object of a line; raise an error if it lacks one of these fields."""
         try:
             record = json.loads(line)
         except ValueError:

@@ -20,7 +20,7 @@ from verl_precision.tools.jobs.settings import BUILT_IN_PROMPTS, PromptedJob
 from verl_precision.tools.rewards import boxed_answer
 from verl_precision.tools.rewards.math_answers import require_math_verify
 
-_QUESTIONS = Path(__file__).with_name("prompts.txt")  # one a line
+_QUESTIONS = Path(__file__).with_name("prompts.txt")  # one question a line
 _REQUIRED = {
     "prompt": "a list of messages {role, content}",
     "data_source": "a name",
@@ -31,13 +31,13 @@ PACKAGE = "pkg://"
 
 @dataclass(frozen=True)
 class Problem:
-    """One row."""
+    """A problem: one row of a data set."""
 
     identifier: str  # digest of prompt, data source and ground truth; the same in every copy of the data set
     row: int  # number of the row in the file, from 0
     prompt: list[dict[str, Any]]  # chat messages
     data_source: str  # selects the reward function in verl
-    ground_truth: Any  # what the reward function compares with
+    ground_truth: Any  # what the reward function compares a response with
     extra_info: dict[str, Any]  # passed on to the reward function
 
 
@@ -50,11 +50,11 @@ class DataSet:
 
     @property
     def digest(self) -> str:
-        """Digest of the problems, in their order."""
+        """Return the digest of the problems in their order."""
         return sha256("".join(problem.identifier for problem in self.problems).encode()).hexdigest()[:16]
 
     def write(self, path: Path, identifiers: Iterable[str]) -> None:
-        """Write the rows of some problems as parquet, in the file's order, with columns and types unchanged."""
+        """Write the rows of these problems as parquet, in the file's order, with columns and types unchanged."""
         wanted = set(identifiers)
         write_table(path, self.table.take([each.row for each in self.problems if each.identifier in wanted]))
 
@@ -62,11 +62,11 @@ class DataSet:
 def read_data_set(path: Path) -> DataSet:
     """Read a parquet or JSONL file with verl's columns: prompt, data_source, reward_model.ground_truth, extra_info.
 
-    The first thing that is wrong is refused with its file, row and field.
+    An error names the file, row and field of the first wrong value.
     """
     table = _table(path)
     if table.num_rows == 0:
-        raise ConfigurationError(f"{path}: no rows in it", allowed="one problem a row", remedy="Check the file.")
+        raise ConfigurationError(f"{path}: the file has no rows", allowed="one problem a row", remedy="Check the file.")
     columns = [name for name in (*_REQUIRED, "extra_info") if name in table.column_names]
     problems: dict[str, Problem] = {}
     for row, values in enumerate(table.select(columns).to_pylist()):
@@ -76,15 +76,15 @@ def read_data_set(path: Path) -> DataSet:
 
 
 def write_table(path: Path, table: pyarrow.Table) -> None:
-    """Write a table as parquet, in place of what is there."""
+    """Write a table as parquet, and replace an existing file."""
     with new_file(path, replace=True) as scratch:
         parquet.write_table(table, scratch)
 
 
 def read_rows(path: Path, option: str = "") -> list[Any]:
-    """Return the rows of a .parquet, .jsonl or .json file (one row a line); rows of the latter may differ in fields.
+    """Return the rows of a .parquet, .jsonl or .json file; JSON has one row a line, and rows may differ in fields.
 
-    Errors call the file by its `option`.
+    Errors name the `option` that gave the file.
     """
     name, allowed = f"{option} {path}".strip(), ".parquet, or .jsonl with one JSON object a line"
     if not path.is_file():
@@ -109,7 +109,7 @@ def _table(path: Path) -> pyarrow.Table:
 
 
 def prompt_tokens(job: PromptedJob, model: Model, sampler: Model, response_tokens: int) -> list[tuple[int, ...]]:
-    """Return a job's prompts as tokens of `model`; `response_tokens` more must fit the context of `sampler`."""
+    """Return a job's prompts as tokens of `model`; prompt and `response_tokens` must fit the context of `sampler`."""
     token_ids = tokenize(read_prompts(job.prompts, job.prompt_field, job.max_prompts), model)
     longest = max(map(len, token_ids))
     if sampler.context is not None and longest + response_tokens > sampler.context:
@@ -141,7 +141,7 @@ def read_prompts(path: str, field: str = "prompt", limit: int | None = None) -> 
 
 
 def _is_chat(value: Any) -> bool:
-    """Return whether a value is a list of messages {role, content}, and not an empty one."""
+    """Return whether a value is a non-empty list of messages {role, content}."""
     messages = value if isinstance(value, list) and value else [None]
     return all(
         isinstance(each, dict) and isinstance(each.get("content"), str | list) and each.get("role") for each in messages
@@ -156,7 +156,7 @@ def _problem(path: Path, row: int, values: dict[str, Any]) -> Problem:
         if not fits:
             problem, remedy = f"{path}, row {row}: {field} is {values.get(field)!r}", "`verl-precision data` writes it."
             raise ConfigurationError(problem, allowed=allowed, remedy=remedy)
-    # Columns that parquet fills with null for other rows' keys do not make a problem another one.
+    # Parquet fills keys that only other rows have with null; the identifier must not depend on them.
     messages = [{key: value for key, value in message.items() if value is not None} for message in prompt]
     content = json.dumps([messages, source, truth], sort_keys=True, ensure_ascii=False, default=str)
     identifier = sha256(content.encode()).hexdigest()[:16]
@@ -167,17 +167,17 @@ def _problem(path: Path, row: int, values: dict[str, Any]) -> Problem:
 class Reward:
     """Judges responses.
 
-    A response is correct if its score reaches `pass_score`. Where the function returns a mapping, as verl allows, its
-    `acc` decides if there is one, else its `score`.
+    A response is correct if its score reaches `pass_score`. If the function returns a mapping, as verl allows, `acc`
+    decides; without `acc`, the mapping's `score` does.
     """
 
-    name: str  # in a job's recorded settings; it changes when the function does
+    name: str  # recorded in a job's settings; it changes when the function's file changes
     pass_score: float  # smallest score of a correct response
     score: Callable[..., Any]  # (data_source, solution_str, ground_truth, extra_info) -> number, or dict with score
-    reads_empty: bool = False  # whether an empty ground truth can be compared with
+    reads_empty: bool = False  # whether the function can judge with an empty ground truth
 
     def is_correct(self, problem: Problem, text: str) -> bool:
-        """Judge one response; a function that fails, or returns no finite number, is refused."""
+        """Return whether a response is correct; raise an error if the function fails or returns no finite number."""
         try:
             about = {name: getattr(problem, name) for name in ("data_source", "ground_truth", "extra_info")}
             score = self.score(solution_str=text, **about)
@@ -191,13 +191,13 @@ class Reward:
             score = score.get("score")
         if not isinstance(score, Real) or not math.isfinite(score):
             allowed = "a finite number, or a mapping with `acc` or `score`"
-            raise _refusal(self.name, f"it returned {score!r} on row {problem.row}", allowed)
+            raise _refusal(self.name, f"the function returned {score!r} on row {problem.row}", allowed)
         return float(score) >= self.pass_score
 
     def readable(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Return the problems whose ground truth can be compared with; every response to the others would be wrong.
+        """Return the problems whose ground truth the function can read; all responses to the others would be wrong.
 
-        It also calls the function once for each data source, so that one that cannot work fails before a model loads.
+        This also calls the function once for each data source, so that a broken function fails before a model loads.
         """
         for problem in {problem.data_source: problem for problem in problems}.values():
             self.is_correct(problem, "")
@@ -209,11 +209,11 @@ class Reward:
 
 
 def load_reward(name: str, pass_score: float = 1.0) -> Reward:
-    """Return the reward of a name.
+    """Return the reward with a name.
 
-    It is `verl` (its default_compute_score, chosen by data_source), `math-verify` (`boxed_answer`, what the recipes
-    train with), or FILE.py[:FUNCTION] with verl's signature (FUNCTION is compute_score if not given);
-    pkg://MODULE[:FUNCTION] as in verl's configs.
+    Names are `verl` (verl's default_compute_score, which chooses by data_source), `math-verify` (`boxed_answer`, with
+    which the recipes train), and FILE.py[:FUNCTION] or, as in verl's configs, pkg://MODULE[:FUNCTION], with verl's
+    signature. The default FUNCTION is compute_score.
     """
     if name == "verl":
         from verl.utils.reward_score import default_compute_score

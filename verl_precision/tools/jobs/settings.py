@@ -1,4 +1,4 @@
-"""Options that several jobs have, and how each is declared: once, in a class whose fields are the command's options."""
+"""Options that several jobs share; each is declared once, in a class whose fields are the command's options."""
 
 import re
 from pathlib import Path
@@ -28,13 +28,13 @@ class JobSettings:
 
     @property
     def folder(self) -> Path:
-        """The folder of the results."""
+        """Return the folder of the results."""
         return self.output or Path("outputs") / self.verb / re.sub(r"[^\w.-]+", "-", Path(self.model).name)
 
 
 @settings(command_option, kw_only=True)
 class PromptedJob(JobSettings):
-    """A job that compares log-probs, on responses to prompts."""
+    """Options of a job that compares log-probs of responses to prompts."""
 
     model: str = option("--model", "-m", default="tiny:qwen3", help="Folder or hub name; tiny:qwen3 is built in.")
     prompts: str = option(default=BUILT_IN_PROMPTS, help="A .parquet or .jsonl file. Default: 16 built-in questions.")
