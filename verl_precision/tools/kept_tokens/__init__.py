@@ -1,1 +1,1 @@
-"""The tokens of a few responses of each step (`mismatch.keep_tokens`), and what losses decide of each."""
+"""The tokens of a few responses of each step (`mismatch.keep_tokens`), with the loss's decision on each token."""

@@ -1,15 +1,15 @@
 """The estimator's decision on each token of a response: kept, clipped, phantom-clipped, masked or truncated.
 
-A loss of `POLICY_LOSSES` says it itself (`LossOutput`); its gradient, Σₜ sₜ ∇log π(yₜ), is what a token is given:
+A loss of `POLICY_LOSSES` reports its decisions (`LossOutput`). Its gradient is Σₜ sₜ ∇log π(yₜ), with slopes sₜ:
 
     masked            sₜ = 0 for another reason than the clip range: a weight of 0, a response or token taken out
-    clipped           sₜ = 0 for the clip range alone
-    phantom-clipped   clipped, and not with the log-probs of the shadow: for its rounding alone (`phantom.py`)
-    truncated         sₜ ≠ 0 is another number than without the bounds
-    kept              all others, those without an advantage included
+    clipped           sₜ = 0 only because of the clip range
+    phantom-clipped   clipped, but not with the log-probs of the shadow: only the rounding clips it (`phantom.py`)
+    truncated         sₜ ≠ 0 differs from its value without the bounds
+    kept              all other tokens, also tokens without an advantage
 
-Of verl's own losses those are known that state their clip range (`losses.settings`). All is as at the first mini-batch
-of a step, which sees the weights that the step begins with.
+Of verl's own losses, only those that state their clip range (`losses.settings`) have known decisions. All decisions
+are those of a step's first mini-batch, which uses the weights from the start of the step.
 """
 
 import math
@@ -29,10 +29,10 @@ from verl_precision.tools.kept_tokens import kept_file
 from verl_precision.tools.kept_tokens.kept_file import CLIPPED, DECISIONS, MASKED, PHANTOM, TRUNCATED
 
 CODE = {name: code for code, name in enumerate(DECISIONS)}
-LOST = [CODE[name] for name in (CLIPPED, PHANTOM, MASKED)]  # a token with an advantage gave no gradient
-_ROUNDING = 1e-4  # a weight that a bound changes by less counts as unchanged
-_LARGEST_LOG_RATIO = math.log(1e30)  # of verl's own losses
-_OURS = {"token": "vp_token_tis", "sequence": "vp_seq_mis"}  # levels of verl -> what they are here
+LOST = [CODE[name] for name in (CLIPPED, PHANTOM, MASKED)]  # with an advantage, such a token gave no gradient
+_ROUNDING = 1e-4  # relative; a smaller change of a weight counts as none
+_LARGEST_LOG_RATIO = math.log(1e30)  # bound for verl's own losses
+_OURS = {"token": "vp_token_tis", "sequence": "vp_seq_mis"}  # verl's level -> our kind of weights
 
 
 class Decided(NamedTuple):
@@ -44,24 +44,24 @@ class Decided(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokens:
-    """A response, [T] floating each, and a mask, nonzero where the policy wrote the token."""
+    """A response: floating tensors of shape [T], and a mask that is nonzero where the policy wrote the token."""
 
     log_probs: Tensor  # log π
     rollout_log_probs: Tensor  # log μ
     advantages: Tensor
     mask: Tensor
-    shadow_log_probs: Tensor | None = None  # None: the rollout's stand for them, if the response is of present weights
+    shadow_log_probs: Tensor | None = None  # None: the rollout's log-probs are used if the current weights sampled
 
 
 def decide(
     used: LossInUse, tokens: Tokens, current: bool, weights: Tensor | None = None, left: Tensor | None = None
 ) -> Decided:
-    """Return what an estimator decides of each token, and each slope.
+    """Return an estimator's decision on each token, and the slope of each token.
 
-    `current`: the weights that sampled the response are those that score it, so that without a shadow the whole gap is
-    rounding. `weights` [T] are those that verl's step made (`rollout_is_weights`), if the estimator has a level.
-    `left` [T] is the mask after verl's rejection. A response with a NaN or infinite number at one of the policy's
-    tokens is left out by our losses: its tokens are masked.
+    `current`: the same weights sampled and score the response, so that without a shadow the whole gap is rounding.
+    `weights` [T] are the weights from verl's step (`rollout_is_weights`), if the estimator has a level. `left` [T] is
+    the mask after verl's rejection. Our losses leave out a response that has a NaN or an infinite number at a token of
+    the policy: its tokens are masked.
     """
     ours = tokens.mask.bool()
     tokens = tokens if left is None else replace(tokens, mask=left)
@@ -85,9 +85,9 @@ def decide(
 
 
 def _held(used: LossInUse, log_probs: Tensor, tokens: Tokens, weights: Tensor | None) -> Tensor | None:
-    """Return which weights of a level are held at its threshold."""
+    """Return which tokens' weights were truncated at a level's threshold; None for a level that drops tokens."""
     kind = WEIGHT_KINDS.get(_OURS.get(used.level or "", used.level or ""))
-    if weights is None or kind is None or kind.bounds is not require_threshold:  # others keep a token or not
+    if weights is None or kind is None or kind.bounds is not require_threshold:  # other kinds only keep or drop
         return None
     gap = torch.where(tokens.mask.bool(), log_probs - tokens.rollout_log_probs, 0)
     free = (gap.sum() if kind.of_responses else gap).exp()
@@ -97,7 +97,7 @@ def _held(used: LossInUse, log_probs: Tensor, tokens: Tokens, weights: Tensor | 
 def _outcome(
     used: LossInUse, tokens: Tokens, log_probs: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return sₜ, and which tokens a loss clips and truncates, [T] each, at these log-probs of the trainer."""
+    """Return sₜ, and which tokens a loss clips and truncates, [T] each, for these log-probs of the trainer."""
     old, entry = tokens.rollout_log_probs if used.against_rollout else log_probs, POLICY_LOSSES.get(used.loss)
     if entry is None:
         return _of_stated_clip(used, tokens, log_probs - old, weights)
@@ -114,7 +114,7 @@ def _outcome(
 def _of_stated_clip(
     used: LossInUse, tokens: Tokens, log_ratio: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor | None, None]:
-    """Return the same of a loss of verl's own: r A wherever its clip range does not bind."""
+    """Return the same for one of verl's own losses: sₜ = r A where its clip range has no effect."""
     mask = tokens.mask.bool()
     log_ratio = torch.where(mask, log_ratio, 0).double()
     if used.clip is not None and used.clip[0]:

@@ -1,8 +1,8 @@
-"""The folder in which a run keeps the tokens of a few responses of each step: writing and reading.
+"""Writes and reads the folder in which a run keeps the tokens of a few responses of each step.
 
-`kept_tokens/step_12.parquet` has a row for each response that was kept of step 12; `pandas.read_parquet("kept_tokens")`
-opens those of all steps. A file appears whole or not at all, so that whoever reads while the run goes on, or after it
-was killed, sees whole steps; a resume moves the files of later steps aside. Readers of a list read its columns alone.
+`kept_tokens/step_12.parquet` has a row for each kept response of step 12; `pandas.read_parquet("kept_tokens")` opens
+the rows of all steps. A file appears only when it is complete, so a reader sees whole steps while the run continues and
+after it was killed. A resume moves the files of later steps aside. A list of responses reads only its own columns.
 
 Reading needs NumPy and pyarrow.
 """
@@ -29,20 +29,20 @@ NOT_OURS, KEPT, CLIPPED, PHANTOM, MASKED, TRUNCATED, UNKNOWN = DECISIONS = (
     *("not the policy's", "kept", "clipped", "phantom-clipped", "masked", "truncated", "not known"),
 )
 MOST_RESPONSES = 256  # of a step
-_MOST_BYTES = 2**31  # of the values of a step; a file says how many it has
+_MOST_BYTES = 2**31  # of the values of a step, as the file's metadata give them
 _NAME = re.compile(r"step_([0-9]{1,18})\.parquet")
-# Of the prompt's tokens, and of the response's; those of a shadow are absent where none ran.
+# One value for each token of the prompt or the response; `shadow_log_probs` is absent in a run without a shadow.
 ARRAYS = {
     "prompt_ids": "i4", "token_ids": "i4", "rollout_log_probs": "f4", "log_probs": "f4", "shadow_log_probs": "f4",
     "advantages": "f4", "weights": "f4", "mask": "u1", "turn": "u2", "decisions": "u1",
 }  # fmt: skip
-# Sign and exponent of log-probs shrink, and the lower bits of their mantissas are noise: each byte has a stream.
+# Each byte of a number has its own stream: sign and exponent of log-probs compress well, the low mantissa bits do not.
 _SPLIT = [f"{name}.list.element" for name, dtype in ARRAYS.items() if dtype in ("i4", "f4")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptSummary:
-    """The summary of a response in a list."""
+    """The summary of a kept response, for a list."""
 
     step: int  # the training step whose update the response was part of
     offset: int = -1  # its place among the responses of all steps, for `response_at`
@@ -53,30 +53,30 @@ class KeptSummary:
     log_weight: float  # Σₜ log π - log μ over the policy's tokens, nats
     largest_gap: float  # largest |log π - log μ| of one of them
     lost: int  # tokens with an advantage that gave no gradient: clipped, phantom-clipped or masked
-    # Σₜ |sₜ - Aₜ| + |Aₜ (π/μ - 1)| over the policy's tokens, where Σₜ sₜ ∇log π(yₜ) is the gradient: the estimator's
-    # change, and the mismatch itself. 0 without a mismatch.
+    # Σₜ |sₜ - Aₜ| + |Aₜ (π/μ - 1)| over the policy's tokens, where Σₜ sₜ ∇log π(yₜ) is the gradient. The first term is
+    # the estimator's change, the second the mismatch itself. 0 without a mismatch.
     damage: float
-    turns: int  # of the policy: maximal runs of its own tokens
-    version: int | None  # of the weights that sampled it: the step whose update made them
+    turns: int  # turns of the policy: maximal runs of its own tokens
+    version: int | None  # version of the weights that sampled it: the step whose update made them
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptResponse(KeptSummary):
-    """A response as the update saw it; arrays are [T], one entry a token of the response, tool output included."""
+    """A response as the update used it; arrays are [T], one entry a token of the response, tool output included."""
 
     prompt_ids: np.ndarray  # [P]
     token_ids: np.ndarray
     rollout_log_probs: np.ndarray  # log μ, nats
     log_probs: np.ndarray  # log π, nats; the trainer's own, not a shadow's
-    shadow_log_probs: np.ndarray | None  # those of the trainer's weights in the rollout's precision
+    shadow_log_probs: np.ndarray | None  # of the trainer's weights in the rollout's dtype
     advantages: np.ndarray
-    weights: np.ndarray  # sₜ / Aₜ as far as it is the estimator's: its weight, or ratio, 0 where the token lost it
+    weights: np.ndarray  # sₜ / Aₜ: the estimator's weight or ratio; 0 if the token gave no gradient
     mask: np.ndarray  # 1: written by the policy
     turn: np.ndarray  # 1, 2, ...: the turn in which the policy wrote it; 0: tool output
-    decisions: np.ndarray  # the run's own: indices into `DECISIONS`
-    behind: int  # versions of the weights between those that sampled it and those that scored it
-    estimator: str  # the run's own, in words
-    estimator_settings: Mapping[str, Any]  # of `losses.registry.LossInUse`
+    decisions: np.ndarray  # of the run's estimator: indices into `DECISIONS`
+    behind: int  # number of weight versions between sampling and scoring
+    estimator: str  # name of the run's estimator
+    estimator_settings: Mapping[str, Any]  # fields of `losses.registry.LossInUse`
     prompt_text: str | None  # None with keep_text=False
     texts: list[str] | None  # of each token of the response; None with keep_text=False
 
@@ -92,12 +92,12 @@ _SCHEMA = pa.schema([
 
 
 def beside(metrics: Path) -> Path:
-    """Return where a run keeps its tokens, given its metrics file; a file that others stand beside gives its name."""
+    """Return the folder of kept tokens beside a metrics file; a file that is not metrics.jsonl adds its own name."""
     return metrics.with_name(FOLDER if metrics.name == "metrics.jsonl" else f"{metrics.stem}.{FOLDER}")
 
 
 def files_in(folder: Path) -> dict[int, Path]:
-    """Return the files of a folder by their steps, in their order; none where there is no folder."""
+    """Return the files of a folder by step, in the order of steps; none if the folder does not exist."""
     if folder.exists() and not folder.is_dir():
         problem = "it is not a folder of kept tokens"
         raise ConfigurationError(problem, setting="KEPT_TOKENS", value=str(folder), remedy="Move it away.")
@@ -106,13 +106,13 @@ def files_in(folder: Path) -> dict[int, Path]:
 
 
 def summaries_in(file: Path) -> list[KeptSummary]:
-    """Return the summaries of a step; refused is a file that is damaged, or none of kept tokens."""
+    """Return the summaries of a step's file; refuse a file that is damaged or has no kept tokens."""
     rows = _read(file, list(_SUMMARY)).to_pylist()
     return [KeptSummary(offset=row["step"] * MOST_RESPONSES + place, **row) for place, row in enumerate(rows)]
 
 
 def response_at(folder: Path, offset: int) -> KeptResponse:
-    """Return a response by its place; refused is one that is not there, or damaged."""
+    """Return the response at an offset; refuse a response that does not exist or is damaged."""
     step, place = divmod(offset, MOST_RESPONSES)
     file = folder / f"step_{step}.parquet"
     table = _read(file, _SCHEMA.names) if file.exists() else _SCHEMA.empty_table()
@@ -128,7 +128,7 @@ def response_at(folder: Path, offset: int) -> KeptResponse:
 
 
 def _read(file: Path, columns: list[str]) -> pa.Table:
-    """Return columns of a file, whose checksums are right; what is wrong with it is said with its name."""
+    """Return columns of a file after a test of its checksums; errors name the file."""
     with open_regular(file, most=math.inf) as opened:
         found = parquet.ParquetFile(opened, page_checksum_verification=True)
         groups = range(found.num_row_groups)
@@ -141,7 +141,7 @@ def _read(file: Path, columns: list[str]) -> pa.Table:
 
 
 def append(folder: Path, responses: Iterable[KeptResponse]) -> None:
-    """Write the responses of each of their steps, which appear at once; a step that is there is replaced."""
+    """Write the responses, one file a step, which appears when it is complete; replace an existing file of a step."""
     for step, some in groupby(responses, lambda response: response.step):
         rows = [{**vars(each), "estimator_settings": json.dumps(dict(each.estimator_settings))} for each in some]
         columns = [pa.array([row[field.name] for row in rows], field.type) for field in _SCHEMA]
@@ -153,7 +153,7 @@ def append(folder: Path, responses: Iterable[KeptResponse]) -> None:
 
 
 def cut_after(folder: Path, step: int) -> None:
-    """Move the files of later steps to `<folder>.superseded`; 0: all of them."""
+    """Move the files of later steps to `<folder>.superseded`; with step 0, all files."""
     aside = folder.with_name(f"{folder.name}.superseded")
     for number, file in files_in(folder).items():
         if number > step:

@@ -1,8 +1,8 @@
 """The trainer callback that keeps the tokens of a few responses of each step, for `watch` and `report`.
 
-Which responses: `mismatch/candidates.py`. The files: `kept_file.py`. Log-probs of the trainer are those that the
-measurement has: verl's old ones, or, in bypass mode and with `ratio_source=shadow`, those of the first mini-batch of
-the update, from the worker.
+`mismatch/candidates.py` chooses the responses, and `kept_file.py` writes the files. The trainer's log-probs are those
+of the mismatch metrics: verl's old log-probs or, in bypass mode and with `ratio_source=shadow`, the log-probs of the
+update's first mini-batch, from the worker.
 """
 
 import functools
@@ -23,7 +23,7 @@ from verl_precision.tools.kept_tokens import kept_file
 from verl_precision.tools.kept_tokens.decisions import LOST, Tokens, decide
 from verl_precision.tools.kept_tokens.kept_file import KeptResponse
 
-_LARGEST_GAP = 60.0  # nats; a larger one counts as this in the damage
+_LARGEST_GAP = 60.0  # nats; in the damage, a larger gap counts as this gap
 
 logger = logging.getLogger("verl_precision.mismatch")
 
@@ -32,7 +32,7 @@ class TokenRecorder:
     """Writes one run's kept tokens."""
 
     def __init__(self, trainer: Any) -> None:
-        """Read what decides what is written, and where; no file is touched before `fit`."""
+        """Read the settings for the files and their folder; no file is changed before `fit`."""
         self._trainer, config = trainer, trainer.config
         self.loss = LossInUse.from_config(config)
         self.path = Path(config.trainer.default_local_dir) / kept_file.FOLDER
@@ -40,10 +40,10 @@ class TokenRecorder:
             self.path = kept_file.beside(metrics_path(config.trainer.project_name, config.trainer.experiment_name))
         self._text_of = functools.cache(
             lambda token: trainer.tokenizer.decode([token])
-        )  # a part of a character: U+FFFD
+        )  # U+FFFD for a token that is a part of a character
 
     def fit(self, proceed, *args, **kwargs):
-        """Move aside what is of steps after a checkpoint's (0: from scratch), as the metrics file does."""
+        """Move aside the files of steps after the checkpoint's (0: a new run), as is done in the metrics file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept_file.cut_after(self.path, self._trainer.global_steps)
         logger.warning(
@@ -54,13 +54,13 @@ class TokenRecorder:
     def _compute_metrics(
         self, proceed: Any, batch: Any, metrics: Any, *args: Any, global_steps: int, **more: Any
     ) -> None:
-        """Write the step before it is judged: an alarm may end the run."""
+        """Write the step's tokens before the alarm judges the step, because an alarm may end the run."""
         with self._trainer.monitor.guarded():
             self.write(batch, global_steps)
         proceed(batch, metrics, *args, global_steps=global_steps, **more)
 
     def write(self, batch: Any, step: int) -> list[KeptResponse]:
-        """Write and return the chosen responses; `batch` has keys and tags of all that the updates were made of."""
+        """Write and return the chosen responses; `batch` has the keys and tags of all responses of the updates."""
         candidates, masks = self._trainer.monitor.take_candidates()
         if not (chosen := candidates.chosen()):
             return []
