@@ -1,1 +1,1 @@
-"""`verl-precision patch`: the series of `patches/`, applied to a verl tree whole, and taken back byte for byte."""
+"""`verl-precision patch`: applies a whole series of `patches/` to a verl tree, or reverts it byte for byte."""

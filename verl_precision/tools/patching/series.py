@@ -1,7 +1,7 @@
-"""A series of mail patches for one verl release, with the hashes of each file before and after; and a tree it fits.
+"""A series of mail patches for one verl release, with each file's hashes before and after, and the verl tree.
 
-A tree is brought from one state into the other if it is exactly what the series was made for: a file's hash says in
-which state it is. Whatever is refused is a `PatchError`, and the tree is as it was.
+A tree changes from one state into the other only if the hash of each file is the hash that the series records. Every
+refusal is a `PatchError`, and leaves the tree unchanged.
 """
 
 import email
@@ -22,7 +22,7 @@ from verl_precision.base.files import open_regular, shipped_folder
 
 MANIFEST = "hashes.json"
 _VERSION = Path("verl", "version", "version")
-# Beside an installed package, tests/ is nobody's or anybody's: what a patch does there is left out.
+# Beside an installed package, tests/ may belong to any package: changes of patches to it are left out.
 _TESTS = "tests/"
 _TARGET = re.compile(r"^\+\+\+ b/(.+)$", re.M)
 
@@ -35,7 +35,7 @@ class State(Enum):
 
 
 class Patch(NamedTuple):
-    """One patch: its file, its title without the mail's [PATCH n/m], the paths it touches, relative to the tree."""
+    """One patch: its file, its title without the mail's [PATCH n/m], the files it changes, relative to the tree."""
 
     path: Path
     subject: str
@@ -47,12 +47,12 @@ class Series(NamedTuple):
 
     version: str
     folder: Path
-    patches: tuple[Patch, ...]  # in their order
-    files: dict[str, dict[State, str | None]]  # SHA-256 of every file they touch; None in a state without the file
+    patches: tuple[Patch, ...]  # in the order in which they apply
+    files: dict[str, dict[State, str | None]]  # SHA-256 of every changed file; None in a state without the file
 
 
 def available() -> dict[str, Series]:
-    """Return the series by verl version."""
+    """Return each series by its verl version."""
     folders = sorted(shipped_folder("patches").glob("verl-*"))
     return {series.version: series for series in map(load_series, folders)}
 
@@ -67,7 +67,7 @@ def list_series() -> list[str]:
 
 
 def load_series(folder: Path) -> Series:
-    """Read a series from its folder, which holds `*.patch` and the hashes of exactly the files that they touch."""
+    """Read a series from its folder, which has `*.patch` and the hashes of exactly the files that they change."""
     patches, recorded = read_patches(folder), json.loads((folder / MANIFEST).read_text())
     files = {
         path: {State.PRISTINE: one["pristine"], State.APPLIED: one["patched"]}
@@ -93,7 +93,7 @@ def sha256(path: Path) -> str | None:
 
 
 class Tree:
-    """A checkout, an unpacked release, or a folder of installed packages: whatever holds `verl/`."""
+    """A folder that has `verl/`: a checkout, an unpacked release, or a folder of installed packages."""
 
     def __init__(self, path: Path) -> None:
         self.root = path.resolve()
@@ -111,12 +111,12 @@ class Tree:
         self.files = [path for path in self.series.files if has_tests or not path.startswith(_TESTS)]
 
     def refused(self, problem: str, remedy: str = "", allowed: str = "") -> PatchError:
-        """Return the error that refuses it."""
+        """Return the error that refuses the tree."""
         return PatchError(problem, setting="TREE", value=str(self.root), allowed=allowed, remedy=remedy)
 
     @property
     def state(self) -> State:
-        """Its state. A tree with a file that is in another one is refused, with all such files named."""
+        """Return the tree's state; if its files are not all in one state, refuse the tree and name these files."""
         found = {path: self._states_of(path) for path in self.files}
         for state in State:
             if all(state in states for states in found.values()):
@@ -137,9 +137,9 @@ class Tree:
         return [state for state in State if self.series.files[path][state] == found]
 
     def change(self, check: bool = False) -> None:
-        """Bring it into the other state; with `check` only say whether that would work.
+        """Bring the tree into the other state; with `check`, only test whether that would work.
 
-        `git apply` makes the files on copies; they are compared with what is recorded, and renamed into place.
+        `git apply` changes copies of the files. Their hashes are compared, then they are renamed into place.
         """
         (goal,) = {*State} - {self.state}
         prefix = ".verl-precision-patch-"
@@ -168,7 +168,7 @@ class Tree:
     def _git_apply(self, folder: Path, patch: Path, options: list[str]) -> None:
         if shutil.which("git") is None:
             raise PatchError("git was not found; it applies the patches. Install git.")
-        # No repository, and no setting of a user or machine, may change what git does to the bytes.
+        # No repository, and no git setting of the user or machine, may change the result.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
         environment |= {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
         environment |= dict.fromkeys(("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"), os.devnull)
@@ -181,7 +181,7 @@ class Tree:
 
 
 def check_tree(path: Path) -> str:
-    """Say in which state a tree is, and that the series would apply or revert; write nothing."""
+    """Return a message with the tree's state and whether the series would apply or revert; write nothing."""
     tree = Tree(path)
     tree.change(check=True)
     verb = "reverts" if tree.state is State.APPLIED else "applies"
@@ -191,7 +191,7 @@ def check_tree(path: Path) -> str:
 
 
 def change_tree(path: Path, goal: State, installed: bool = False) -> str:
-    """Bring a tree into a state, and say so; `installed`: whether an installed package was asked for by name."""
+    """Bring a tree into a state, and return a message; `installed` allows an installed package."""
     tree = Tree(path)
     if tree.installed and not installed:
         remedy = "Unpack a copy and patch that, or add --installed."

@@ -21,8 +21,8 @@ def patch(
 ) -> None:
     """Patch a verl release that has no plugins, or revert the patches: all of them or none.
 
-    TREE must be exactly a release that has a series, or that release with the whole series applied; else the command
-    names the file that differs. patches/README.md explains each patch.
+    TREE must be exactly a release that has a series, or that release with the whole series applied. Otherwise the
+    command names the files that differ. patches/README.md explains each patch.
     """
     if [list_, check_, apply_, revert].count(True) != 1 or list_ != (tree is None):
         raise BadParameter("give --list, or one of --check, --apply, --revert with TREE")

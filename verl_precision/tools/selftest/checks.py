@@ -22,12 +22,12 @@ Function = Callable[[str, Path], Figures]
 class Check(NamedTuple):
     """One check."""
 
-    shows: str  # what is known when it has passed
-    function: Function  # of the device and a new folder of its own; it returns what it measured, or raises
+    shows: str  # what it shows if it passes
+    function: Function  # takes the device and a new folder; returns its measurements, or raises
     needs_gpu: str = ""  # why a CPU cannot run it
 
 
-SECONDS = 600  # most that one run may take
+SECONDS = 600  # limit for one run
 RECIPE = Path(__file__).with_name("stack.yaml")
 _ROUNDED = "actor_rollout_ref.actor.fsdp_config.stochastic_rounding_to=bf16"
 _WORKER = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
@@ -38,12 +38,12 @@ _ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
-    """Return the reward in all of these runs, minus the response's length: any policy can learn to be shorter."""
+    """Return the reward of all these runs, minus the response's length: any policy can learn to write less."""
     return -float(len(solution_str))
 
 
 def _trains(device: str, folder: Path, overrides: Sequence[str], reports: str = "", sleeps: bool = False) -> Figures:
-    """Do two steps with overrides, which must be healthy."""
+    """Train two steps with these overrides; both steps must be healthy."""
     rows = _run(device, folder, "trainer.total_training_steps=2", *overrides, sleeps=sleeps)
     _healthy(rows, steps=2)
     layers = {reports: rows[-1][f"weight_sync/{reports}"]} if reports else {}
@@ -51,7 +51,7 @@ def _trains(device: str, folder: Path, overrides: Sequence[str], reports: str = 
 
 
 def _stops(device: str, folder: Path, override: str, words: str) -> Figures:
-    """Run with a fault, planted by an override: it must stop with these words."""
+    """Run with a fault that an override plants; the run must stop with these words."""
     try:
         _run(device, folder, "trainer.total_training_steps=1", override)
     except RunFailedError as error:
@@ -66,7 +66,7 @@ def _overflows(device: str, folder: Path) -> Figures:
     rows = _run(device, folder, "trainer.total_training_steps=2", f"{_LOSS_SCALE}.initial={_TOO_LARGE}")
     found = [(row["precision/skipped_steps"], row["precision/loss_scale"]) for row in rows]
     expected = [(1, _TOO_LARGE / 2), (1, _TOO_LARGE / 4)]
-    require(found == expected, f"skipped updates and loss scales are {found}; expected were {expected}")
+    require(found == expected, f"skipped updates and loss scales are {found}; expected: {expected}")
     return {"last_scale": found[-1][1]}
 
 
@@ -78,7 +78,7 @@ def _compares(device: str, folder: Path) -> Figures:
         _healthy(rows, steps=3)
         gaps[precision] = sum(row[K3_KL] for row in rows) / len(rows)
     times = gaps["bf16"] / gaps["fp16"]
-    require(times > 10, f"the k3 is only {times:.1f} times smaller in FP16; expected are 50 to 100 times")
+    require(times > 10, f"the k3 is only {times:.1f} times smaller in FP16; expected: 50 to 100 times")
     return {"k3_fp16": gaps["fp16"], "k3_bf16": gaps["bf16"], "times": times}
 
 
@@ -96,7 +96,7 @@ def _run(device: str, folder: Path, *overrides: str, sleeps: bool = False) -> Ro
     write_problems(data, "selftest", ((f"say {number}", "") for number in range(32)))
     own = [f"scale={'cpu' if device == 'cpu' else '1x1_gpu'}", f"reward.custom_reward_function.path={quoted(__file__)}"]
     own += [f"data.{files}={quoted(data)}" for files in ("train_files", "val_files")]
-    if device != "cpu":  # start-up is the check's time: no graphs; no profiling of memory that others may use as well
+    if device != "cpu":  # for a short start-up: no CUDA graphs, no profiling of memory, which others may use, too
         rollout = "actor_rollout_ref.rollout"
         own += [f"{rollout}.enforce_eager=True", f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={2**30}"]
         own += [f"{rollout}.free_cache_engine={sleeps}", f"++{rollout}.enable_sleep_mode={sleeps}"]

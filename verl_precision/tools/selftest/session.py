@@ -24,7 +24,7 @@ _COLOURS = {"passed": "green", "failed": "red", "not run": "yellow"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """A check's name, "passed", "failed" or "not run", wall-clock seconds, why it has not passed, what it measured."""
+    """A check's name, "passed", "failed" or "not run", wall-clock seconds, why it did not pass, its measurements."""
 
     name: str
     status: str
@@ -34,7 +34,7 @@ class Outcome:
 
     @property
     def line(self) -> str:
-        """One line, in the markup of rich."""
+        """Return the outcome as one line in rich's markup."""
         values = {key: f"{value:.3g}" if isinstance(value, float) else value for key, value in self.figures.items()}
         text = self.message or ", ".join(f"{key} {value}" for key, value in values.items())
         return f"[{_COLOURS[self.status]}]{self.status:8}[/] {self.name:20} {self.seconds:5.0f} s  {escape(text)}"
@@ -59,7 +59,7 @@ def _outcome(name: str, device: str, folder: Path) -> Outcome:
     if device == "cpu" and check.needs_gpu:
         return Outcome(name, "not run", message=f"on a CPU: {check.needs_gpu}")
     (folder / name).mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=time.strftime("%H-%M-%S-"), dir=folder / name))  # of this attempt
+    scratch = Path(tempfile.mkdtemp(prefix=time.strftime("%H-%M-%S-"), dir=folder / name))  # for this attempt
     done: dict[str, Any]
     try:
         done = {"status": "passed", "figures": check.function(device, scratch)}

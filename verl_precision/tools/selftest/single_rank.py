@@ -9,15 +9,15 @@ from verl.utils import tensordict_utils as tu
 
 
 def make_group_of_one(device: str) -> None:
-    """Make the default process group, of this process alone."""
+    """Make the default process group with only this process."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "cpu:gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def engine_batch(sequences: list[Tensor], **settings: object) -> Any:
-    """Return token ids, [T] each, as verl's engine takes a micro-batch, every token counted, temperature 1.
+    """Return token ids, [T] each, as a micro-batch for verl's engine; every token counts, the temperature is 1.
 
-    `settings` are what the engine asks of a batch beside its tensors, such as `use_remove_padding`.
+    `settings` are the other entries of the batch that the engine needs, such as `use_remove_padding`.
     """
     tensors = {
         "input_ids": nested(sequences),
@@ -29,5 +29,5 @@ def engine_batch(sequences: list[Tensor], **settings: object) -> Any:
 
 
 def nested(tensors: list[Tensor]) -> Tensor:
-    """Return tensors of different lengths as verl's engine takes them."""
+    """Return tensors of different lengths as one nested tensor, the form that verl's engine takes."""
     return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
