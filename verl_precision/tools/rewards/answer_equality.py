@@ -1,7 +1,7 @@
-r"""Are two answers the same by mathematics? Their forms are compared part by part, and their values as they are.
+r"""Compares two answers by mathematics: their forms part by part, and their values exactly.
 
-A tuple has an order, a set has none, and a list without brackets is either; an inequality is its set; a name before an
-equals sign, a unit, a percent sign and the base of a number may be left out, but two different ones are different.
+A tuple has an order, a set has none, a list without brackets may be either, and an inequality is a set of numbers. One
+answer may omit a name before an equals sign, a unit, a percent sign or a number's base; two different ones are unequal.
 """
 
 import re
@@ -13,7 +13,7 @@ from verl_precision.tools.rewards.answer_forms import NAME, Form, form_of, spell
 from verl_precision.tools.rewards.answer_text import amount_of, is_unit, same_unit, words_of
 from verl_precision.tools.rewards.answer_values import same_value, value_of
 
-LONGEST = 1_000  # characters of what is read
+LONGEST = 1_000  # characters of an answer that is compared
 _BASE = re.compile(r"\(?(-?[0-9A-Za-z]+)\)?_\{\(?(\d+)\)?\}")
 _PLAIN = re.compile(r"[+-]?(?:[\d., /]|[eE]-?\d|\\frac\{\d+\}\{\d+\})+")
 _LITERALS = {
@@ -25,17 +25,17 @@ _RELATIONS = {"<": sympy.Lt, ">": sympy.Gt, r"\le": sympy.Le, r"\ge": sympy.Ge, 
 
 
 def same_by_mathematics(answer: str, truth: str) -> bool:
-    """Return whether an answer is the truth. It may take long: ask the process of `math_answers`."""
+    """Return whether an answer equals the ground truth. This may take long; `math_answers` runs it in a process."""
     if max(len(answer), len(truth)) > LONGEST:
         return False
     if _words(spelled(answer)) == _words(spelled(truth)):
         return True
-    choice = re.fullmatch(r"\\text\{\(([A-J])\)\} *(\S.*)", spelled(answer))  # its letter, and its text
+    choice = re.fullmatch(r"\\text\{\(([A-J])\)\} *(\S.*)", spelled(answer))  # a choice's letter and its text
     return any(_same(form_of(said), form_of(truth)) for said in (answer, *(choice.groups() if choice else ())))
 
 
 def same_as_published(answer: str, truth: str) -> bool:
-    """Return whether the authors' rule of text accepts: the same words, numbers with units, or short expressions."""
+    """Return whether the authors' text rule accepts: the same words, numbers with units, or short expressions."""
     if re.search(r"\*\*|\\(?:boldsymbol|bm)(?![a-z])", answer):
         return False
     forms = form_of(answer), form_of(truth)
@@ -69,7 +69,7 @@ def _same(said: Form, true: Form) -> bool:
 
 
 def _words(text: str) -> str:
-    """Return a text as words, and the letter of a choice without brackets."""
+    """Return a text as words; the letter of a choice loses its brackets."""
     words = words_of(text)
     choice = re.fullmatch(r"\(?([A-Ja-df-hj])[.)]?", words)
     return choice[1].upper() if choice else words
@@ -89,19 +89,19 @@ def _same_amount(said: str, true: str) -> bool:
 
 
 def _amount(text: str) -> tuple[sympy.Expr | str | None, frozenset[str]]:
-    """Return a value, or a time as it stands, and its unit; None if it cannot be read."""
+    """Return a value (a time of day as text) and its unit; the value is None if it cannot be read."""
     of_angle = re.search(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)", text)
     amount, unit, count = (text, frozenset[str](), 1) if of_angle else amount_of(text)
     if re.fullmatch(r"\d\d?(:\d\d)+", amount):
         return amount, unit
-    value = value_of(re.sub("^([^:]+):([^:]+)$", r"\\frac{\1}{\2}", amount))  # a ratio is a quotient
+    value = value_of(re.sub("^([^:]+):([^:]+)$", r"\\frac{\1}{\2}", amount))  # a ratio a:b is the quotient a/b
     if value is None or (value.free_symbols and not is_unit(unit)):
         return None, unit
     return value * count, unit
 
 
 def _values(form: Form) -> list[sympy.Expr]:
-    """Return the values of all parts of a form; none if one cannot be read."""
+    """Return the values of all parts of a form; an empty list if a part cannot be read."""
     values = [value for part in form.parts if (value := value_of(part.text)) is not None]
     return values if len(values) == len(form.parts) else []
 
@@ -111,7 +111,7 @@ def _same_in_order(said: Sequence[Form], true: Sequence[Form]) -> bool:
 
 
 def _same_items(said: Form, true: Form) -> bool:
-    """Compare lists or sets. With dots, or of words with commas alone, they have an order; a set repeats nothing."""
+    """Compare lists or sets. A list with dots, or of words with only commas, has an order; a set has no repeats."""
     items, others = ([form] if form.kind == "value" else [*form.parts] for form in (said, true))
     if any(r"\ldots" in item.text for item in items + others) or (
         all(re.fullmatch("[A-Za-z ]{2,}", item.text) for item in items + others)
@@ -142,9 +142,9 @@ def _named(form: Form) -> tuple[str, Form]:
 
 
 def _same_equation(said: Form, true: Form) -> bool:
-    """Compare equations, or a value with one that has a name: x = 5 and 5; of two names, both must be the same."""
+    """Compare equations, or a value with a named value, as 5 with x = 5; two names must be the same."""
     (name, value), (name_of_true, true_value) = _named(said), _named(true)
-    if true.kind != "equation":  # all of 2 + 3 = 5 must be 5
+    if true.kind != "equation":  # each side of 2 + 3 = 5 must be 5
         sides = [part for part in said.parts if (side := value_of(part.text)) is not None and not side.free_symbols]
         return _same(value, true) and all(_same(side, value) for side in sides)
     if said.kind != "equation":
@@ -155,7 +155,7 @@ def _same_equation(said: Form, true: Form) -> bool:
 
 
 def _same_zeros(said: Form, true: Form) -> bool:
-    """Return whether two equations or relations of two sides are one up to a factor, which turns an inequality."""
+    """Return whether two equations or relations differ only by a factor; a negative factor turns an inequality."""
     sides = [_values(form) for form in (said, true)]
     if [len(values) for values in sides] != [2, 2]:
         return False
@@ -166,7 +166,7 @@ def _same_zeros(said: Form, true: Form) -> bool:
 
 
 def _is_set(form: Form) -> bool:
-    """Return whether a form is a set of another kind than a list of values."""
+    """Return whether a form is a set that is not a list of values."""
     known = form.kind in ("relation", "cup", "cap", "setminus") or form.text in _LITERALS
     return known or (form.kind == "list" and any(map(_is_set, form.parts)))
 
@@ -177,7 +177,7 @@ def _same_set(said: Form, true: Form) -> bool:
     known: list[sympy.Expr] = []
     try:
         (one, name), (other, other_name) = (_set_of(form, known) for form in (said, true))
-    except Exception:  # of any kind: SymPy has no set for it
+    except Exception:  # any error: SymPy has no set for it
         return False
     if len(name | other_name) > 1:
         return False
@@ -185,9 +185,9 @@ def _same_set(said: Form, true: Form) -> bool:
 
 
 def _set_of(form: Form, known: list[sympy.Expr]) -> tuple[sympy.Set, set[str]]:
-    """Return a form as a set of SymPy, and its variable if it has one; an error of some kind if it is none.
+    """Return a form as a SymPy set, and its variable if it has one; raise some error if the form is no set.
 
-    A value is the same object wherever it is the same (`known`): SymPy does not see it of all.
+    Equal values become one object (`known`), because SymPy does not recognise all equal values.
     """
 
     def point(part: Form) -> sympy.Expr:

@@ -1,7 +1,7 @@
 r"""An answer's form: a value, list, tuple or interval, set, matrix, equation, relation, or union of sets.
 
-Before it is read it gets one spelling of LaTeX: \dfrac1e, **\frac 1{\mathrm{e}}** and $\frac{1}{e}$ are one text. The
-whole answer is read, or none of it: what has no form stays words, which are equal to the same words alone.
+First, an answer gets one spelling of LaTeX: \dfrac1e, **\frac 1{\mathrm{e}}** and $\frac{1}{e}$ become the same text.
+An answer is read completely or not at all: a text without a form stays words, which equal only the same words.
 """
 
 import re
@@ -69,7 +69,7 @@ _ARGUMENTS = {r"\frac": 2, r"\binom": 2, r"\sqrt": 1, r"\overline": 1, r"\text":
 
 
 def spelled(text: str) -> str:
-    """Return an answer in one spelling, without what only changes its looks."""
+    """Return an answer in one spelling, without commands that only change its appearance."""
     text = text.translate(_UNICODE).strip()
     for _ in range(3):
         text = re.sub(r"(?<!\.)\. *$", "", text).strip()
@@ -87,7 +87,7 @@ def spelled(text: str) -> str:
 
 
 def _next(tokens: list[str], before: str = "") -> str:
-    """Return the next token with its arguments in braces; other braces are brackets, or nothing around one token."""
+    """Return the next token with its arguments in braces; other braces become brackets, or vanish around one token."""
     token = tokens.pop(0)
     if token == "{":
         inner = _group(tokens)
@@ -113,7 +113,7 @@ def _argument(tokens: list[str], command: str) -> str:
         tokens.pop(0)
         return "{" + _group(tokens, "(", ")") + "}"
     taken = _next(tokens)
-    if command in ("^", "_", r"\sqrt"):  # x^-12 is meant as x^{-12}
+    if command in ("^", "_", r"\sqrt"):  # x^-12 means x^{-12}
         if taken == "-" and tokens and command != r"\sqrt":
             taken += _next(tokens)
         while tokens and taken[-1].isdigit() and tokens[0].isdigit():
@@ -135,7 +135,7 @@ def _group(tokens: list[str], opening: str = "{", closing: str = "}") -> str:
 
 
 class Form(NamedTuple):
-    """What an answer is: its kind, its text, and its parts, which are forms."""
+    """The form of an answer: its kind, its text, and its parts, which are forms, too."""
 
     kind: str  # value list set tuple matrix row equation relation cup cap setminus
     text: str
@@ -152,7 +152,7 @@ def form_of(answer: str) -> Form:
 
 
 def _masked(text: str, braces: bool = True) -> str:
-    r"""Return a text with \0 in place of each character within brackets, or within those that are no LaTeX braces."""
+    r"""Return a text with \0 in place of each character within brackets; without `braces`, LaTeX braces are none."""
     masked, depth = "", 0
     for token in TOKEN.findall(text):
         depth -= token in _CLOSE and (braces or token != "}")
@@ -162,7 +162,7 @@ def _masked(text: str, braces: bool = True) -> str:
 
 
 def _split(text: str, pattern: str) -> tuple[list[str], list[str]]:
-    """Return what is between the separators outside all brackets, and the separators."""
+    """Return the parts between the separators that are outside all brackets, and these separators."""
     parts, signs, start = [], [], 0
     for found in re.finditer(pattern, _masked(text)):
         parts.append(text[start : found.start()].strip())
@@ -215,7 +215,7 @@ def _read(text: str) -> Form:
 
 
 def _both_signs(text: str) -> Form:
-    r"""Return the values of a text with \pm: the signs go together with those of \mp, else each has its own."""
+    r"""Return the values of a text with \pm: with \mp in it, all signs change together, otherwise each on its own."""
     count = 0 if r"\mp" in text else 1
     upper, lower = (
         re.sub(r"\\mp(?![A-Za-z])", other, re.sub(r"\\pm(?![A-Za-z])", one, text, count=count))
@@ -225,5 +225,5 @@ def _both_signs(text: str) -> Form:
 
 
 def _items(forms: Iterable[Form]) -> tuple[Form, ...]:
-    r"""Return the items of a list, of which one may be several: 1 \pm \sqrt5."""
+    r"""Return the items of a list; one item may stand for several, as 1 \pm \sqrt5 does."""
     return tuple(item for form in forms for item in (form.parts if form.kind == "list" else (form,)))

@@ -1,4 +1,4 @@
-"""Reward for answers in <answer> tags: what the template `octothinker` asks for, and verl's own rules do not read.
+"""Reward for answers in <answer> tags, which the template `octothinker` requests and verl's own rules do not read.
 
 In a recipe: `reward.custom_reward_function.path: pkg://verl_precision.tools.rewards.answer_tag`.
 """
@@ -11,11 +11,11 @@ OPEN, CLOSE, FORMAT = "<answer>", "</answer>", "</think> <answer>"
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None, as_published: bool = False
 ) -> float:
-    r"""Return 1.0 if the response ends its thought and gives the right answer, in any form that is equal, else 0.0.
+    r"""Return 1.0 if the response closes its thought and gives the right answer in any equal form, otherwise 0.0.
 
-    What the model goes on to write after its answer is not read: generation stops there (`agent_loop`), and
-    the authors' rule never sees more. As there, `</think> <answer>` must close the thought before the answer, and an
-    answer within \boxed{} counts by its content.
+    Text after the answer is not read: generation stops at the answer (`agent_loop`), so the authors' rule never gets
+    such text. As in the authors' rule, `</think> <answer>` must close the thought before the answer, and only the
+    content of an answer in \boxed{} counts.
     """
     answered, closed, _ = solution_str.partition(CLOSE)
     if not closed or FORMAT not in answered:

@@ -1,6 +1,6 @@
-r"""The parts of an answer that are not mathematics, its unit and its words; and plain numbers.
+r"""Reads the parts of an answer that are not mathematics, its unit and its words, and reads plain numbers.
 
-Two different units are different answers, and one may be left out. As with the authors of the paper, 5\% is 5 and not
+Answers with two different units are different; an answer may omit its unit. As in the paper's code, 5\% is 5 and not
 0.05. Units are not converted.
 """
 
@@ -19,7 +19,7 @@ _KNOWN = frozenset(_UNIT_OF.values())
 _PHRASES = {"^{2": ["square"], "^{3": ["cubic"], "mph": ["mile", "per", "hour"]}
 _PHRASES |= dict.fromkeys(("kph", "kmh"), ["kilometer", "per", "hour"])
 _COUNTS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_NO_UNIT = frozenset(  # an answer with such a word says more than its number
+_NO_UNIT = frozenset(  # with such a word, an answer states more than its number
     "or and if when to than more less least most not no plus minus times over mod remainder even odd half".split()
 )
 _POWER = r" *(?:\^\{-?\d\} *)?"
@@ -27,13 +27,13 @@ _WORDED = re.compile(
     rf"(.*?[^ {{(,;=+*/-]) *(?:((?:\\text\{{[A-Za-z .'/-]+\}}{_POWER})+)|( [A-Za-z]{{2,}}(?:[ /]+[A-Za-z]+)*{_POWER})|"
     rf"(?<=[\d}}])([A-Za-z]{{2,}}{_POWER}))"
 )
-# An exponent of two digits: 1e999999999 would fill the memory.
+# An exponent has at most two digits, because 1e999999999 would fill the memory.
 _DECIMAL = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d{1,200}|(?=\.\d))(?:\.\d{0,200})?(?:[eE][+-]?\d\d?)?", re.ASCII)
 _FRACTION = re.compile(r"([+-]?)(?:\\[dt]?frac\{(\d{1,200})\}\{(\d{1,200})\}|(\d{1,200})/(\d{1,200}))", re.ASCII)
 
 
 def plain_number(text: str) -> Fraction | None:
-    r"""Return a number that is written as one alone, 1,234.5 or 3e5 or -\frac{1}{2}; None if there is more, or none."""
+    r"""Return the number of a text that is only a number, as 1,234.5, 3e5 or -\frac{1}{2}; None for other texts."""
     if _DECIMAL.fullmatch(text):
         return Fraction(text.replace(",", ""))
     if not (found := _FRACTION.fullmatch(text)):
@@ -43,9 +43,9 @@ def plain_number(text: str) -> Fraction | None:
 
 
 def amount_of(text: str) -> tuple[str, frozenset[str], int]:
-    r"""Return an amount, the words of its unit, and what one of it counts: 5, $, 10^6 for \$5\text{ million}.
+    r"""Return an amount, the words of its unit, and the value of its count word: 5, $, 10^6 for \$5\text{ million}.
 
-    A word that is in no table is a unit of its own; words that make another statement stay where they are.
+    A word that is in no table is its own unit. If a word changes the statement, the whole text is the amount.
     """
     money = re.fullmatch(r"([+-]?) *\\?([$€£]) *(.+)", text)
     names, amount, count = ({money[2]}, money[1] + money[3], 1) if money else (set[str](), text, 1)
@@ -71,12 +71,12 @@ def is_unit(names: frozenset[str]) -> bool:
 
 
 def same_unit(one: frozenset[str], other: frozenset[str]) -> bool:
-    """Return whether two units are one, or one is not said; `integer` and `distinct integer` are one."""
+    """Return whether two units are equal, or one is missing; `integer` and `distinct integer` are equal."""
     return not one or not other or ((one <= other or other <= one) and not (one ^ other) & _KNOWN)
 
 
 def words_of(text: str) -> str:
-    """Return a text without spaces and signs of currency, and in small letters where there is a word."""
+    """Return a text without spaces and currency signs, in small letters if it has a word."""
     text = " ".join(re.sub(r"\\text\{([^{}]*)\}|\\?\$", r"\1", text).split()).removesuffix(".")
     text, has_word = re.sub(r"(?<!\d) | (?!\d)", "", text), re.search(r"(?<![A-Za-z\\])[A-Za-z][a-z]{2}", text)
     return text.lower() if has_word else text

@@ -1,7 +1,7 @@
 r"""Reads the exact value of LaTeX mathematics, and compares two values.
 
-latex2sympy reads expressions, with three of its habits kept from it: numbers are handed over as symbols, since it reads
-3(4) as 3 + 4, decimals as floats and 5/3\pi as 5/(3\pi); and what it would drop is not shown to it.
+latex2sympy reads the expressions. Numbers are passed to it as symbols, because it reads 3(4) as 3 + 4, decimals as
+floats and 5/3\pi as 5/(3\pi). Texts with parts that latex2sympy would drop are not passed to it.
 """
 
 import re
@@ -15,7 +15,7 @@ from verl_precision.tools.rewards.answer_text import plain_number
 
 LARGEST = 200_000  # bits of a number: a power tower has more, and would fill the memory
 _CONFIG = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
-# Dropped or misread there: words, dots, primes, bases of numbers, remainders, 4.5.6 and two numbers side by side.
+# latex2sympy drops or misreads words, dots, primes, number bases, remainders, 4.5.6 and two numbers side by side.
 _UNREADABLE = re.compile(
     r"\\text|\\ldots|['\"%&:$#@]|\\[pb]mod|\\(?:gcd|lcm|det)|\\\\|\d_|\.\d*\.|\d \d(?!\d*/)|_ *$|^ *$|^[A-Za-z]{4,}$"
 )
@@ -32,7 +32,7 @@ _NUMBER = re.compile(
 
 @lru_cache(1000)
 def value_of(text: str) -> sympy.Expr | None:
-    """Return the value of an expression in one spelling; None if not all of it can be read, or it is none."""
+    """Return the value of an expression in one spelling; None if a part cannot be read or it has no value."""
     if (number := plain_number(text)) is not None:
         return sympy.Rational(number)
     if re.search(_TRIGONOMETRIC, text):
@@ -56,14 +56,14 @@ def value_of(text: str) -> sympy.Expr | None:
         if not tree.has(sympy.Sum, sympy.Product):
             numbers[sympy.Symbol("i", real=True)] = sympy.I
         value = tree.xreplace(numbers).doit()
-    except Exception:  # of any kind: of a grammar, of SymPy's conversions, of a division by zero
+    except Exception:  # any error: of the grammar, of SymPy's conversions, of a division by zero
         return None
     value = value.replace(lambda e: e.is_Pow and e.base.is_negative and e.exp.is_Rational and e.exp.q % 2, _real_root)
     return None if value.has(sympy.nan, sympy.zoo) else value
 
 
 def _number(found: re.Match[str]) -> Fraction:
-    """Return a repeating decimal, a mixed number, one over a divisor, or a number."""
+    """Return the value of a match: a repeating decimal, a mixed number, one over a divisor, or a number."""
     if found["again"]:
         start, again = (found["start"] or "0") + found["once"], found["again"]
         return Fraction(int(start + again) - int(start), 10 ** len(found["once"]) * (10 ** len(again) - 1))
@@ -80,7 +80,7 @@ def _real_root(power: sympy.Pow) -> sympy.Expr:
 
 
 def _bits(tree: sympy.Basic, numbers: dict[sympy.Symbol, sympy.Rational]) -> int:
-    """Return a bound on the bits of every number that comes of a tree."""
+    """Return an upper bound on the bits of every number that the evaluation of a tree makes."""
     if tree in numbers:
         return max(int(numbers[tree].p).bit_length(), int(numbers[tree].q).bit_length())
     bits = [_bits(part, numbers) for part in tree.args] or [2]
@@ -90,7 +90,7 @@ def _bits(tree: sympy.Basic, numbers: dict[sympy.Symbol, sympy.Rational]) -> int
 
 
 def same_value(one: sympy.Expr, other: sympy.Expr) -> bool:
-    """Return whether two expressions have one value, for every value of their variables."""
+    """Return whether two expressions have the same value for all values of their variables."""
     if one == other:
         return True
     if one.is_infinite or other.is_infinite:
@@ -98,7 +98,7 @@ def same_value(one: sympy.Expr, other: sympy.Expr) -> bool:
     difference = one - other
     at = {name: sympy.Rational(3 * place + 5, 7) for place, name in enumerate(sorted(difference.free_symbols, key=str))}
     rest = difference.xreplace(at).evalf()
-    if any(part.is_comparable and part != 0 for part in rest.as_real_imag()):  # at one point: sooner than `equals`
+    if any(part.is_comparable and part != 0 for part in rest.as_real_imag()):  # at one point: faster than `equals`
         return False
-    sympy.core.random.seed(0)  # of the points at which `equals` looks, so that a verdict stays the same
+    sympy.core.random.seed(0)  # `equals` tests random points; the seed makes its verdict repeatable
     return difference.equals(0) is True

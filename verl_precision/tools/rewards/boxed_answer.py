@@ -32,10 +32,10 @@ def compute_score(
         data_source: Not read: every source is judged alike.
         solution_str: The response.
         ground_truth: The right answer, without a box.
-        extra_info: verl's, with what the agent loop adds; read for `truncated` where a response must be finished.
+        extra_info: verl's, with the agent loop's additions; `truncated` is read if a response must be finished.
         wrong: Score of a wrong answer, and of a response whose last box is missing or was cut off.
         require_closed_thinking: Whether a response counts only with exactly one `</think>`, and a box only after it.
-        require_finished: Whether a response that ended at the length limit is wrong whatever it holds.
+        require_finished: Whether a response that ended at the length limit is always wrong.
         as_published: Whether the authors' rules decide, which accept some wrong answers and refuse some right ones.
     """
     if require_closed_thinking:
@@ -43,7 +43,7 @@ def compute_score(
     if require_finished:
         if extra_info is None or TRUNCATED not in extra_info:
             raise ConfigurationError(
-                "this reward is not told which responses were cut off at the length limit",
+                "this reward does not know which responses were cut off at the length limit",
                 setting="reward.custom_reward_function.reward_kwargs.require_finished",
                 value=True,
                 allowed="True with the agent loop vp_single_turn and the reward manager naive, rate_limited or remote",

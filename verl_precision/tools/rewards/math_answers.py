@@ -1,12 +1,12 @@
-r"""Are two answers to a problem of mathematics the same? \frac{1}{2}, \dfrac12, 1/2 and 0.5 are.
+r"""Decides whether two answers to a problem of mathematics are the same, as \frac{1}{2}, \dfrac12, 1/2 and 0.5 are.
 
-By default they are if mathematics says so: all of both is read (`answer_forms`) and compared (`answer_equality`). The
-paper's authors accept an answer if one of three rules does (https://github.com/sail-sg/oat, oat/utils/math_grader.py),
-and so does this with `as_published`: verl's own for MATH, math-verify's, which compares expressions, and a comparison
-of numbers with units and of words. They accept some wrong answers, and refuse some right ones.
+By default, mathematics decides: both answers are read completely (`answer_forms`) and compared (`answer_equality`).
+With `as_published`, an answer counts if one of the three rules of the paper's authors accepts it: verl's for MATH,
+math-verify's comparison of expressions, or a comparison of words and of numbers with units. The rules accept some wrong
+answers and refuse some right ones (https://github.com/sail-sg/oat, oat/utils/math_grader.py).
 
 SymPy can take hours. A signal cannot stop it: verl calls rewards outside the main thread, and a power tower runs in C.
-So SymPy runs in a separate process, this module as a program, which is ended and replaced after a time limit.
+So SymPy runs in a separate process, which runs this module and is ended and replaced after a time limit.
 """
 
 import atexit
@@ -27,16 +27,16 @@ from verl_precision.base.errors import EnvironmentMismatchError
 from verl_precision.tools.rewards.answer_text import plain_number
 
 INSTALL = 'pip install "math-verify[antlr4_9_3]"'
-SECONDS = 10.0  # for one pair; the limits within the process come first where they can
-SECONDS_WITHIN = 3  # for one answer to be read as published, and for two to be compared, 9 in all; the authors allow 1
-MEMORY = 4 << 30  # bytes of address space, of which SymPy needs a tenth: a power tower ends here, not the host
+SECONDS = 10.0  # for one pair; the limits within the process act first if they can
+SECONDS_WITHIN = 3  # to read one answer as published, and to compare two; 9 in all. The authors allow 1
+MEMORY = 4 << 30  # bytes of address space. SymPy needs a tenth; a power tower ends the process, not the host
 _START_SECONDS = 120.0  # for the process to load SymPy, on a machine that is busy
 
 logger = logging.getLogger("verl_precision")
 
 
 def braced_box(text: str) -> str | None:
-    r"""Return the content of the last \boxed{...} of a text, braces balanced; None if there is none, or a part."""
+    r"""Return the content of a text's last \boxed{...}, braces balanced; None if this box is missing or incomplete."""
     start = text.rfind("\\boxed{")
     depth = 0
     for position in range(start + len("\\boxed"), len(text)) if start >= 0 else ():
@@ -47,9 +47,9 @@ def braced_box(text: str) -> str | None:
 
 
 def same_answer(answer: str, truth: str, as_published: bool = False) -> bool:
-    """Return whether an answer is the ground truth, in whatever form; an error if math-verify does not load.
+    """Return whether an answer equals the ground truth in any form; raise an error if math-verify does not load.
 
-    With `as_published`, what the authors' three rules say, right or wrong.
+    With `as_published`, return the verdict of the authors' three rules, right or wrong.
     """
     answer, truth = answer.strip(), truth.strip()
     if not answer:
@@ -71,7 +71,7 @@ def require_math_verify() -> None:
 
 
 class _Judge:
-    """A process that is asked one pair at a time, by any thread of this one; it starts with the first pair."""
+    """A process that compares one pair at a time, for any thread of this process; it starts with the first pair."""
 
     def __init__(self) -> None:
         self.seconds = SECONDS
@@ -80,21 +80,21 @@ class _Judge:
         atexit.register(self.end)
 
     def _forget(self) -> None:
-        """Have no process: a forked child that asked its parent's would take the parent's replies."""
+        """Drop the process: a forked child that used its parent's would take the parent's replies."""
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def says_equal(self, answer: str, truth: str, as_published: bool = False) -> bool:
-        """Return what it says; what takes too long is not equal."""
+        """Return the verdict of the process; a pair that takes too long is not equal."""
         with self._lock:
             process = self._process = self._process or _started()
             reply = b""
             try:
                 process.stdin.write(json.dumps([answer, truth, as_published]).encode() + b"\n")  # type: ignore[union-attr]
                 reply = _line(process, self.seconds)
-            except BrokenPipeError:  # it has ended, e.g. for want of memory
+            except BrokenPipeError:  # the process has ended, e.g. because memory ran out
                 pass
-            finally:  # a reply that nobody has waited for would be the next pair's
+            finally:  # a late reply would be taken for the next pair's
                 if not reply:
                     self.end()
         if not reply:
@@ -111,7 +111,7 @@ class _Judge:
 
 def _started() -> "subprocess.Popen[bytes]":
     require_math_verify()
-    # Without buffers: what stood in one at a fork would be written twice.
+    # Without buffers: a fork would copy the content of a buffer, which would then be written twice.
     process = subprocess.Popen(
         [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
     )
@@ -122,19 +122,19 @@ def _started() -> "subprocess.Popen[bytes]":
 
 
 def _line(process: "subprocess.Popen[bytes]", seconds: float) -> bytes:
-    """Return the next line, or nothing where none comes."""
+    """Return the next line, or nothing if no line comes in time."""
     assert process.stdout is not None
     return process.stdout.readline() if select.select([process.stdout], [], [], seconds)[0] else b""
 
 
 class _TooLongError(BaseException):
-    """A comparison took too long; no handler of errors within SymPy holds it."""
+    """A comparison took too long; error handlers within SymPy do not catch this class."""
 
 
 def _judge() -> None:
-    """Answer in the process: a JSON array a line comes in, [answer, truth, as_published], and 1 or 0 goes out."""
+    """Run in the process: read a JSON array [answer, truth, as_published] from each line, and reply with 1 or 0."""
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing but replies goes to the one who asks
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # other output must not mix with replies
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)  # math-verify logs, with a traceback, each answer that it cannot read
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -142,7 +142,7 @@ def _judge() -> None:
     from verl_precision.tools.rewards.answer_equality import same_as_published, same_by_mathematics
 
     def in_math(text: str) -> str:
-        """Return LaTeX without what math-verify stumbles over: currency, size of a bracket, full stop."""
+        """Return LaTeX without parts that math-verify misreads: currency signs, bracket sizes, full stop."""
         text = re.sub(r"\\\$|\\[bB]igg?[lrm]?(?![A-Za-z])|(?<!\.)\.\s*$", "", text)
         return text if "$" in text else f"${text}$"
 
@@ -160,11 +160,11 @@ def _judge() -> None:
     print("ready", file=replies)
     for line in sys.stdin:
         answer, truth, published = json.loads(line)
-        signal.signal(signal.SIGALRM, too_long)  # math-verify has its own
+        signal.signal(signal.SIGALRM, too_long)  # math-verify sets another handler
         signal.alarm(0 if published else SECONDS_WITHIN)
         try:
             same = as_published(answer, truth) if published else same_by_mathematics(answer, truth)
-        except (_TooLongError, Exception):  # of any kind: SymPy fails in many ways on what is no mathematics
+        except (_TooLongError, Exception):  # any error: SymPy fails in many ways on text that is no mathematics
             same = False
         signal.alarm(0)
         print(int(same), file=replies)

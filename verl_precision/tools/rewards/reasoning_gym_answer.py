@@ -1,6 +1,6 @@
-r"""Reward for the tasks of reasoning_gym: the answer is found in the response, and the task's own scorer judges it.
+r"""Reward for the tasks of reasoning_gym: finds the answer in the response, and calls the task's own scorer.
 
-In a recipe, for what `verl-precision data reasoning_gym` writes:
+In a recipe, for the data that `verl-precision data reasoning_gym` writes:
 
     reward:
       custom_reward_function:
@@ -19,13 +19,13 @@ from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchEr
 from verl_precision.tools.rewards.math_answers import braced_box
 
 INSTALL = "Install it on every node: pip install reasoning-gym==0.1.25."
-# Their scorers run the answer as Python: by eval(), or by SymPy's parse_expr(), which calls it.
+# The scorers of these tasks run the answer as Python: by eval(), or by SymPy's parse_expr(), which calls eval().
 UNSAFE = (
     *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication"),
     *("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
 )
-LONGEST = 5_000  # characters of an answer; some scorers take the square of them
-# Fraction("1e999999999") would fill the memory; and NaN is no distance from any complex number: min(1, nan) is 1.
+LONGEST = 5_000  # characters of an answer; the cost of some scorers grows with their square
+# Fraction("1e999999999") would fill the memory. The distance of NaN from a complex number is NaN, and min(1, nan) is 1.
 _NO_VALUE = re.compile(r"(?i)[\d_]\.?e[-+]?[\d_]{4}|(?<![a-z])nanj?(?![a-z])")
 _TAG = re.compile(r"(?s)<answer>(.*?)</answer>")
 _MARK = re.compile(r"(?i)\banswer\**:\**")
@@ -35,10 +35,10 @@ _NUMBER = re.compile(r"(?<![\w./^])[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:[eE
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None, **_: Any
 ) -> dict[str, float]:
-    """Return `score`, which is the scorer's own from 0 to 1, and `acc`: 1 for a score of 1, else 0.
+    """Return `score`, the scorer's own from 0 to 1, and `acc`: 1 for a score of 1, otherwise 0.
 
-    `ground_truth` is JSON: task, level, and reasoning_gym's whole entry. No response raises an error; a ground truth
-    whose task has a scorer that runs code does.
+    `ground_truth` is JSON: task, level, and reasoning_gym's whole entry. No response raises an error, but a ground
+    truth raises one if the scorer of its task runs code.
     """
     truth = json.loads(ground_truth)
     entry, scorer = truth["entry"], _scorer(truth["task"], truth["level"])
@@ -47,16 +47,16 @@ def compute_score(
     if len(answer) <= LONGEST and (answer == entry["answer"] or not _NO_VALUE.search(answer)):
         try:
             score = float(scorer(answer, entry))
-        except Exception:  # of any kind: scorers index, convert and recurse into an answer that they did not expect
+        except Exception:  # any error: scorers index, convert and recurse into answers that they do not expect
             score = 0.0
-    score = min(score, 1.0) if score >= 0 else 0.0  # NaN is 0
+    score = min(score, 1.0) if score >= 0 else 0.0  # NaN becomes 0
     return {"score": score, "acc": float(score == 1)}
 
 
 def answer_in(response: str, truth: str) -> str:
     r"""Return the answer that a response gives: in <answer> tags, after "Answer:", in \boxed{}, or its last line.
 
-    Where the true answer is a number, the last number of that counts; where it has several lines, so has the answer.
+    If the true answer is a number, the last number of this text counts. If it has several lines, all lines count.
 
     Example:
         >>> answer_in("3 * 4 = 12\nAnswer: it is 12.", "12"), answer_in("The capital is\nParis", "Rome")
@@ -70,7 +70,7 @@ def answer_in(response: str, truth: str) -> str:
         lines = text.strip().split("\n")
         text = text if "\n" in truth else lines[0 if tagged or len(marked) > 1 else -1]
     numbers = _NUMBER.findall(text) if is_number else []
-    listed = len(numbers) > 1 and not re.search(r"[^\s\d.,;+-]", text)  # several answers are none
+    listed = len(numbers) > 1 and not re.search(r"[^\s\d.,;+-]", text)  # a list of numbers is no answer
     return numbers[-1] if numbers and not listed else text.strip()
 
 
