@@ -4,10 +4,10 @@ compare/        one recipe in several precisions, estimators, arms and seeds: `v
 launch          one run: start verl, follow its progress, end every process of it
 failure_report  why a run failed, from its log
 read            rows: a run's metrics, from its metrics file or log
-curves          which metrics are shown; a run's rows by metric, of a long curve a few hundred points
-status          where a run stands: state, time left, its numbers now, and what its recipe promises
-content         all of that as JSON, recorded or followed, and the tokens that a run has kept, for
+curves          which metrics are shown; a run's rows by metric, and a long curve as a few hundred points
+status          a run's status: state, time left, latest numbers, and the reward that its recipe expects
+content         all of this as JSON, for recorded and live runs, and a run's kept tokens
 figures         the panels of reward and mismatch as a picture, for `compare`
-page            the page, whose script (`page.js`) draws it: as one file (`verl-precision report`), or
-server          with the news of runs that train (`verl-precision watch`)
+page            the HTML page, which its script (`page.js`) draws: as one file (`verl-precision report`)
+server          the same page with updates from runs that train (`verl-precision watch`)
 """

@@ -23,7 +23,7 @@ from verl_precision.tools.runs.status import RunStatus, expected_of, status_of, 
 
 
 def as_json(content: Any) -> Any:
-    """Return content with short numbers; one that is not finite is a text that JavaScript's Number() knows."""
+    """Return content with numbers of six digits; NaN and infinities become texts that JavaScript's Number() reads."""
     if isinstance(content, float):
         if math.isfinite(content):
             return float(f"{content:.6g}")
@@ -34,13 +34,13 @@ def as_json(content: Any) -> Any:
 
 
 class RunView:
-    """A run, or a place where one may begin, as it is shown. Whatever its files hold is its problem, and no error."""
+    """A run, or a place where a run may begin, for the page. Unreadable files set `problem`, and raise no error."""
 
     def __init__(self, run: Run, number: int, seen: object = None) -> None:
-        self.run, self.number, self.seen = run, number, seen  # its number on the page, and what was seen of its file
+        self.run, self.number, self.seen = run, number, seen  # its number on the page, and the state of its file
         self.points: Points = {}
         self.kept_folder = _kept_folder(run.path)
-        self.kept: int | None = None  # responses with their tokens
+        self.kept: int | None = None  # number of responses with kept tokens
         self._judge, self.alarms, self.expected = MismatchAlarm(), list[Alarm](), list[Run]()
         self._problems, self._kept_problem = [run.problem] if run.problem else [], ""
         self.status = RunStatus("waiting")
@@ -63,7 +63,7 @@ class RunView:
             self._problems.append(error_in_one_line(error))
 
     def look(self, age: float | None = None) -> None:
-        """Judge where the run stands whose newest row has this age in seconds, and what it has kept; None: recorded."""
+        """Update status and kept tokens; `age` is that of the newest row in seconds, None for a recorded run."""
         kept, self._kept_problem = kept_in(self.kept_folder)
         self.kept = None if kept is None else len(kept)
         standing = status_of(self.run, self.points, self._total, age)
@@ -71,11 +71,11 @@ class RunView:
 
     @property
     def problem(self) -> str:
-        """Return what of it cannot be read, and why, a line for each."""
+        """Return which parts of the run cannot be read, and why: one line for each part."""
         return "\n".join(map(printable, filter(None, [*self._problems, self._kept_problem])))
 
     def content(self, colour: str) -> dict[str, Any]:
-        """Return what the page shows of the run, but for its curves."""
+        """Return what the page shows of the run, except its curves."""
         return {
             "id": self.number,
             "name": self.run.name,
@@ -93,9 +93,9 @@ class RunView:
 
 
 def page_content(views: Collection[RunView], version: int = 1) -> dict[str, Any]:
-    """Return all that the page shows of runs: where they stand, and a curve an arm.
+    """Return all that the page shows of runs: the status of each run, and the curves of each arm.
 
-    Expected curves are shown where they are the same for all runs.
+    Expected curves are shown if they are the same for all runs.
     """
     colours = colours_of([view.run for view in views])
     begun = [view for view in views if view.points]
@@ -121,7 +121,7 @@ def _expected_content(curve: Run) -> dict[str, Any]:
 
 
 def recorded_content(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return what the page shows of runs that are not followed, which have different names."""
+    """Return what the page shows of recorded runs, which must have different names."""
     views = [RunView(run, number) for number, run in enumerate(runs)]
     for view in views:
         view.look()
@@ -129,25 +129,25 @@ def recorded_content(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 class Live:
-    """All runs of some paths: files and folders of runs, and folders in which runs may begin. Any thread may ask."""
+    """All runs of some paths: files and folders of runs, and folders in which runs may begin. It is thread-safe."""
 
     def __init__(self, paths: Sequence[Path], pause_seconds: float = 0.5) -> None:
         self.paths = [path.absolute() for path in paths]
         self._pause, self._next_look = pause_seconds, -float("inf")
         self._lock = threading.Lock()
         self._runs: dict[tuple[Path, bool], RunView] = {}  # by source, and whether a run has begun there
-        self._shown: Sequence[object] = ()  # what a new version differs in
-        # A server that is started again must not take a page's version for its own.
+        self._shown: Sequence[object] = ()  # what is shown; a new version differs in it
+        # Versions start from the time, so a restarted server does not take an open page's version for its own.
         self._count, self._version = 0, time.time_ns() // 1_000_000
-        names_of([source for path in paths for source in sources_in(path) or [path]])  # later, no path is refused
+        names_of([source for path in paths for source in sources_in(path) or [path]])  # only here a path is refused
         self._read_on()
 
     def views(self) -> dict[int, RunView]:
-        """Return the runs as they are now, in order, by their numbers."""
+        """Return the present views of the runs by their numbers, in order."""
         return self._now()[1]
 
     def changes(self, version: int) -> dict[str, Any] | None:
-        """Return all that is to be shown, with its version; None where that is the version given."""
+        """Return all that the page shows, with its version; None if `version` is still the newest."""
         newest, views = self._now()
         return None if version == newest else page_content(views.values(), newest)
 
@@ -164,7 +164,7 @@ class Live:
         for path in self.paths:
             try:
                 sources = sources_in(path)
-            except (ConfigurationError, OSError):  # it has gone, which its runs say
+            except (ConfigurationError, OSError):  # the path is gone; its runs report it
                 sources = [source for source, begun in self._runs if begun and path in (source, *source.parents)]
             found |= dict.fromkeys([(source, True) for source in sources] or [(path, False)])
         names = names_of([source for source, _ in found])
@@ -178,7 +178,7 @@ class Live:
         self._next_look = end + max(self._pause, 4 * (end - start) if self._pause else 0)
 
     def _look_at(self, source: Path, begun: bool, name: str, view: RunView | None) -> RunView:
-        """Return a run as it is now, read again under a name if its file, or the name, has changed."""
+        """Return the view of a run; read the run again if its file or its name has changed."""
         age, seen = None, list[object]([name])
         try:
             if begun:
@@ -195,7 +195,7 @@ class Live:
 
 
 def _kept_folder(source: Path) -> Path:
-    """Return where a run keeps its tokens, given its metrics, or the folder of them."""
+    """Return the folder of a run's kept tokens, given its metrics file or the folder of that file."""
     if source.is_dir():
         return source / kept_file.FOLDER
     own = kept_file.beside(source)
@@ -203,7 +203,7 @@ def _kept_folder(source: Path) -> Path:
 
 
 def kept_in(folder: Path) -> tuple[list[KeptSummary] | None, str]:
-    """Return the responses that a run has kept, None where nothing was, and why something cannot be read."""
+    """Return the responses that a run has kept, None if it has kept none, and why a file cannot be read."""
     found, problem = list[KeptSummary](), ""
     try:
         files = kept_file.files_in(folder).values()
@@ -226,7 +226,7 @@ def _summaries(file: Path, _written: int, _size: int) -> Sequence[KeptSummary]:
 
 
 def responses_content(folder: Path, step: int | None) -> dict[str, Any]:
-    """Return the responses of a step, or the nearest with some, or of all steps; those of most damage first."""
+    """Return the responses of the nearest step that has some, or of all steps; those with the most damage first."""
     kept, problem = kept_in(folder)
     found = kept or []
     if step is not None and found:

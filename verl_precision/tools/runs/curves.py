@@ -13,7 +13,7 @@ from verl_precision.mismatch.metric_names import ACTOR, PROBS_PEARSON
 from verl_precision.tools.runs.read import Rows, Run
 from verl_precision.tools.show.colours import COLOURS, PRECISIONS
 
-BUCKETS = 160  # of a curve of more than twice as many steps
+BUCKETS = 160  # points of a curve that has more than twice as many steps
 Points = Mapping[str, Mapping[int, float]]  # `<panel>/<label>` -> value by step, or by layer
 
 
@@ -23,10 +23,10 @@ class Panel(NamedTuple):
     name: str  # its id on the page
     title: str
     unit: str  # label of the vertical axis
-    metrics: Mapping[str, str]  # up to four by their label; of `a or b` the first is shown that a run has
+    metrics: Mapping[str, str]  # label -> metric, at most four; `a or b`: the first that a run has
     log: int = 0  # base of a logarithmic axis, on which only positive values are drawn; 0 for a linear axis
     hint: str = ""  # how to read the plot
-    # What the horizontal axis counts; "layer" for a metric that ends in `_*`: the mean over all steps of each layer.
+    # What the horizontal axis counts; "layer" for a metric that ends in `_*`: each layer's mean over all steps.
     axis: str = "step"
 
 
@@ -36,7 +36,7 @@ _PEARSON = next(curve for curve, metric in _CURVES.items() if metric == PROBS_PE
 
 
 def colours_of(runs: Sequence[Run]) -> dict[str, str]:
-    """Return the colour of each curve, for a precision that of every figure; of many curves, colours come again."""
+    """Return the colour of each curve; a precision has one colour in all figures, and many curves repeat colours."""
     curves = list(dict.fromkeys(run.curve for run in runs))
     known = {name: PRECISIONS[name] for name in curves if name in PRECISIONS}
     others = cycle([colour for colour in COLOURS if colour not in known.values()])
@@ -44,7 +44,7 @@ def colours_of(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def points_of(rows: Rows) -> dict[str, Mapping[int, float]]:
-    """Return every curve of a run that has points: value by step, or by layer the mean over all steps."""
+    """Return each curve of a run that has points: the value of each step, or the mean over all steps of each layer."""
     keys, found = {key for row in rows for key in row}, dict[str, Mapping[int, float]]()
     for curve, metric in _CURVES.items():
         points: dict[int, float] = {}
@@ -52,7 +52,7 @@ def points_of(rows: Rows) -> dict[str, Mapping[int, float]]:
             if name.endswith("*"):
                 layers = {key for key in keys if re.fullmatch(re.escape(name[:-1]) + "[0-9]{1,9}", key)}
                 points = {int(key[len(name) - 1 :]): mean(row[key] for row in rows if key in row) for key in layers}
-            elif read := [key for key in (ACTOR + name, name) if key in keys]:  # verl's prefix, or none: that counts
+            elif read := [key for key in (ACTOR + name, name) if key in keys]:  # the key without verl's prefix wins
                 points = {int(row["step"]): row[key] for key in read for row in rows if key in row}
         if points:
             found[curve] = {at: 1 - value if curve == _PEARSON else value for at, value in sorted(points.items())}
@@ -60,13 +60,13 @@ def points_of(rows: Rows) -> dict[str, Mapping[int, float]]:
 
 
 def mean(values: Iterable[float]) -> float:
-    """Return a mean, which may be infinite or NaN: of infinities and of the largest numbers `fmean` is an error."""
+    """Return a mean, which may be infinite or NaN; `fmean` raises an error for infinities and very large numbers."""
     found = list(values)
     return sum(found) / len(found)
 
 
 def band_of(seeds: Sequence[Mapping[int, float]]) -> list[list[float]]:
-    """Return steps and values; for several seeds, or a long curve, means (NaN where one is not finite), lows, highs."""
+    """Return steps and values; for several seeds or a long curve, means (NaN if a value is not finite), lows, highs."""
     if len(seeds) == 1:
         steps, rows = list(seeds[0]), [list(seeds[0].values())]
     else:
@@ -80,10 +80,10 @@ def band_of(seeds: Sequence[Mapping[int, float]]) -> list[list[float]]:
 
 @np.errstate(over="ignore", invalid="ignore")
 def downsampled(steps: Sequence[int], rows: Sequence[Sequence[float]], buckets: int = BUCKETS) -> list[list[float]]:
-    """Return a long curve, values or means, lows and highs, in so many buckets of steps: steps, means, lows, highs.
+    """Return steps, means, lows and highs of a long curve in `buckets` buckets; `rows`: values, or means, lows, highs.
 
-    The mean of a bucket is NaN where a value in it is not finite; low and high are of those that are. The step is that
-    of its largest value, so that a click on a spike leads there; those at the ends are the first and the last.
+    The mean of a bucket is NaN if one of its values is not finite; low and high ignore such values. The step is that of
+    the bucket's largest value, so that a click on a spike leads to it; the curve's first and last step stay the ends.
     """
     means, lows, highs = (np.array(row, dtype=np.float64) for row in (rows if len(rows) == 3 else [rows[0]] * 3))
     starts = np.unique([bucket * len(steps) // buckets for bucket in range(buckets)])
@@ -98,7 +98,7 @@ def downsampled(steps: Sequence[int], rows: Sequence[Sequence[float]], buckets: 
 
 @np.errstate(over="ignore", invalid="ignore")
 def numbers_of(points: Mapping[int, float]) -> list[float]:
-    """Return mean, first, last, smallest and largest value of a curve, which leave NaN out, and their number."""
+    """Return mean, first, last, smallest and largest value (the last two without NaN) and the length of a curve."""
     values = np.fromiter(points.values(), np.float64, len(points))
     numbers = values[~np.isnan(values)]
     ends = (numbers.min(), numbers.max()) if numbers.size else (math.nan, math.nan)

@@ -1,9 +1,9 @@
 """Why a run failed, in at most ten lines, read from its log.
 
-One error is logged by every process it passes through. Here each process's lines are read on their own, whatever stands
-before them. An *error* is what ends a traceback, of whatever class, the words with which a system ends a process, or,
-where there is neither, what a logger calls an error. The cause comes first: our own error if there is one, else the
-first in time that is no echo of another.
+Every process that an error passes through logs this error. So the lines of each process are read separately, without
+the prefixes before them. An *error* is the end of a traceback of any class, the words with which a system ends a
+process, or, if there is neither, a line that a logger calls an error. The report begins with the cause: our own error
+if there is one, otherwise the first error in time that is no echo of another error.
 """
 
 import re
@@ -18,14 +18,14 @@ from verl_precision.base.files import table_of
 
 LINES = 10
 _CAUSE_WIDTH, _ECHO_WIDTH, _MESSAGE_LINES = 1200, 200, 10
-# Of a huge log the end is read; of a line the beginning; and a traceback with more lines of others in it is over.
+# Of a huge log, only the end is read; of a line, only the start. After too many lines of others, a traceback is over.
 _LOG_BYTES, _LINE_CHARACTERS, _BETWEEN = 2**25, 4000, 20
-# What is no text, and a progress bar before another's text.
+# Control characters, and a progress bar before another process's text.
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]|^[^|]*\d+%\|[^\[]*\[[^]]*\](?=\S)")
 _LEVEL = "DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL|[DIWEFC]"
-# Who speaks: Ray's "(WorkerDict pid=1, ip=192.0.2.1) ", vLLM's "(EngineCore pid=2) ", torch's "[rank3]: ".
+# The process of a line: Ray's "(WorkerDict pid=1, ip=192.0.2.1) ", vLLM's "(EngineCore pid=2) ", torch's "[rank3]: ".
 _SPEAKER = re.compile(r"^(?:\((?:(?:(?P<name>\S+) )?pid=\d+|raylet)(?:, ip=[\w.:]+)?\)|\[(?:rank|default)\d+\]:) ?")
-# Then the logger's own words: of vLLM, verl and uvicorn, Python and Hydra and Ray, C++.
+# Then the logger's prefix: of vLLM; of verl and uvicorn; of Python, Hydra and Ray; of C++.
 _DATE = r"\[?\d{4}-\d\d-\d\d[ T][\d:.,]+(?:Z|[+-]\d\d:?\d\d)?"
 _LOGGER = re.compile(
     rf"^(?:(?P<vllm>{_LEVEL}) [\d-]+ [\d:]+ \[\S+\] |(?P<verl>{_LEVEL}):(?:[\d-]+ [\d:,]+:| +|[\w.]+:)|"
@@ -33,19 +33,19 @@ _LOGGER = re.compile(
     rf"(?:-- |- (?:[\w.]+ - )?)?|\[?(?P<cpp>{_LEVEL})(?:\d{{3,4}} [\d:.]+)?(?: +\d+)? [\w./-]+:\d+\] |{_DATE}\]? )"
 )
 _REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
-_GROUP = re.compile(r"^ *(?:\| ?|\+ (?=Exception Group)|\+[-+]+(?: \d+ -+)?$)")  # what an exception group is drawn with
+_GROUP = re.compile(r"^ *(?:\| ?|\+ (?=Exception Group)|\+[-+]+(?: \d+ -+)?$)")  # the frame of an exception group
 _TRACEBACK = re.compile(r"(?:Exception Group )?Traceback \(most recent call last\)(?::$| ─)|ray::\S+\(\) \(pid=")
 _FRAME = re.compile(r'^\s+File "(.+)", line (\d+), in (.+)')
-_RAISE = re.compile(r"^\s+(?:raise\b|[~^]+$)")  # a source line that says no more than the error
+_RAISE = re.compile(r"^\s+(?:raise\b|[~^]+$)")  # a source line that adds nothing to the error
 
-# What ends a traceback: a class by its name, dotted or with a capital.
+# The end of a traceback: the name of a class, with dots or a capital letter.
 _CLASS = re.compile(rf"^(?!(?:{_LEVEL})\b)(?:(?:(?:[A-Za-z_]\w*|<locals>)\.)+\w+|[A-Z]\w*)(?::\s+|:?$)")
 # The same on a line whose traceback is not in the log. A source line is indented, a warning begins with a path.
 _EXCEPTION = re.compile(
     r"^(?!Error\b)(?:[A-Za-z_]\w*\.)*(?=[A-Z])\w*(?:Error|Exception|Exit|Interrupt|Fault|Group)(?::\s+|$)"
 )
 _OURS = re.compile(r"^verl_precision(?:: |\.(?:base\.)?errors\.)")
-_ASSERTION = re.compile(r"^(\S+?:\d+).*?(Assertion .* failed)")  # each of CUDA's threads says it
+_ASSERTION = re.compile(r"^(\S+?:\d+).*?(Assertion .* failed)")  # every CUDA thread prints it
 _WORDS = table_of(__file__, "failure_words.yaml")
 _DIED, _LOGS, _ECHO = (re.compile("|".join(_WORDS[kind].values())) for kind in ("died", "logged", "echo"))
 _REMEDIES = table_of(__file__, "failure_remedies.yaml")
@@ -54,29 +54,29 @@ _OUR_OWN, _PRIMARY, _LOGGED, _SECONDARY = range(4)
 
 @dataclass
 class _Error:
-    """What a process said of an error."""
+    """The report of a process about an error."""
 
     said: list[str]  # the lines of its message
     names: str  # of the process
     rank: int
     frames: list[str]  # of its traceback, the innermost last
-    logger: str  # what it has before its lines, without the time
+    logger: str  # the logger's prefix of its lines, without the time
 
     @property
     def text(self) -> str:
-        """The message on one line, with its place where it has no words."""
+        """Return the message on one line, with the error's place if the message has no words."""
         bare = self.frames and " " not in _message(self.said[0])
         return " | ".join([*self.said, f"at {self.frames[-1]}"] if bare else self.said)[:_CAUSE_WIDTH]
 
 
 @dataclass
 class _Process:
-    """What is being read of one process."""
+    """The state of the reading of one process's lines."""
 
     names: str
     frames: deque[str] | None = None  # of the traceback that is being read
-    between: int = 0  # other lines in it, of another thread
-    ignored: bool = False  # whether it is of an error which Python goes on without
+    between: int = 0  # lines of another thread within the traceback
+    ignored: bool = False  # whether the traceback is of an error that Python ignores
     error: _Error | None = None  # whose message is being read
 
 
@@ -90,7 +90,7 @@ def reason(log: Path, returncode: int) -> str:
 
 
 def relevant_lines(lines: Iterable[str]) -> list[str]:
-    """Return why a run failed: the cause, a known remedy, and what followed; the end of a log without errors."""
+    """Return why a run failed: the cause, a known remedy, later errors; for a log without errors, its last lines."""
     log, end = _Log(), deque[str](maxlen=LINES)
     for line in lines:
         clean = _CONTROL.sub("", line[:_LINE_CHARACTERS]).rstrip()
@@ -100,10 +100,10 @@ def relevant_lines(lines: Iterable[str]) -> list[str]:
     errors = list(log.errors.values())
     if not errors:
         return list(end)
-    cause = min(errors, key=lambda error: error.rank)  # the first
+    cause = min(errors, key=lambda error: error.rank)  # of equal ranks the first
     report = [cause.text + (f" (in {cause.names})" if cause.names else "")]
     report += [f"remedy: {remedy}" for pattern, remedy in _REMEDIES.items() if re.search(pattern, cause.text)][:1]
-    # What the processes said that heard of the cause, when it is more than a repetition of it.
+    # Later errors of other processes, unless they only repeat the cause.
     said, wanted = _message(cause.said[0]), {_OUR_OWN, _PRIMARY, _SECONDARY, cause.rank}
     others = [error.text for error in errors if error is not cause and error.rank in wanted]
     followed = [text for text in others if _message(text) not in cause.text and (said not in text or len(said) < 4)]
@@ -111,7 +111,7 @@ def relevant_lines(lines: Iterable[str]) -> list[str]:
 
 
 class _Log:
-    """The errors of a log, in time's order, each once, by their first lines; lines are read one at a time."""
+    """The errors of a log, in order of time, each once, by their first lines; lines are read one at a time."""
 
     def __init__(self) -> None:
         self.errors: dict[str, _Error] = {}
@@ -119,7 +119,7 @@ class _Log:
         self._logged = 0  # errors of loggers
 
     def read(self, line: str) -> None:
-        """Take a line: the beginning, a frame or the end of a process's traceback, more of its message, or else."""
+        """Read a line: the start, a frame or the end of a process's traceback, more of a message, or another line."""
         words, who, names, logger, level = _REPEATED.sub("", line), "", list[str](), "", ""
         while match := _SPEAKER.match(words) or _LOGGER.match(words):
             if match.re is _SPEAKER:
@@ -143,7 +143,7 @@ class _Log:
             self._read_words(process, words, logger, level)
 
     def _read_words(self, process: _Process, words: str, logger: str, level: str) -> None:
-        """Take a line that is no frame."""
+        """Read a line that is no frame of a traceback."""
         raised = (process.frames is not None and _CLASS.match(words)) or _EXCEPTION.match(words) or _OURS.match(words)
         died = (match := _DIED.search(words)) and (match.start() == 0 or not words.startswith("  "))
         error, echo, bad = process.error, _ECHO.search(words), bool(level) and level in "EFC"
@@ -168,18 +168,18 @@ class _Log:
                 process.frames = None
 
     def _add(self, process: _Process, words: str, rank: int, logger: str, key: str = "") -> None:
-        """Begin an error of a process, unless one that begins so is known."""
+        """Begin an error of a process, unless an error with the same first line is known."""
         error = _Error([words], process.names, rank, list(process.frames or ()), logger)
         process.error = error if self.errors.setdefault(key or words, error) is error else None
 
 
 def _goes_on(error: _Error, words: str, logger: str) -> bool:
-    """Tell whether a line is more of a message: indented, or after a traceback, and no line of a progress bar."""
+    """Return whether a line continues a message: indented or after a traceback, and no line of a progress bar."""
     more = words.startswith((" ", "\t")) or (bool(error.frames) and "%|" not in words)
     more = more and logger == error.logger and error.rank != _LOGGED
     return more and bool(words.strip()) and len(error.said) < _MESSAGE_LINES
 
 
 def _message(text: str) -> str:
-    """Return an exception's own words, without its class: what others repeat."""
+    """Return an exception's message without its class: the part that other processes repeat."""
     return _CLASS.sub("", text) or text

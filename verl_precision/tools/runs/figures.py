@@ -11,14 +11,14 @@ from matplotlib.ticker import MaxNLocator
 from verl_precision.tools.runs.curves import PANELS, Panel
 from verl_precision.tools.show.figures import new_figure, style
 
-STYLES = ("-", "--", ":", "-.")  # of curves whose colour comes again
-COMPARED = ("reward", "gap", "k3", "phantom")  # panels, of which those are drawn that a run has measured
-_MARKED = 60  # points of the longest series in which each has a mark
-_WIDTH, _HEIGHT, _LINE, _NAMES = 4.6, 3.4, 0.2, 3  # of a panel, and of a line of the legend, in inches; names in it
+STYLES = ("-", "--", ":", "-.")  # of curves that share a colour
+COMPARED = ("reward", "gap", "k3", "phantom")  # panels; each is drawn if a run has measured it
+_MARKED = 60  # most points of a series whose points have marks
+_WIDTH, _HEIGHT, _LINE, _NAMES = 4.6, 3.4, 0.2, 3  # inches of a panel, and of a legend line; names in this line
 
 
 def draw_comparison(content: Mapping[str, Any]) -> Figure:
-    """Draw a curve for each arm over steps, given what the page shows; of seeds the mean, with a shade."""
+    """Draw a curve for each arm over steps, from the page's content; several seeds are a mean with a shade."""
     curves = content["curves"]
     measured = {name for curve in curves.values() for name in curve}
     panels = [panel for panel in PANELS if panel.name in COMPARED and _first(panel) in measured]
@@ -50,4 +50,4 @@ def _draw(axes: Axes, panel: Panel, content: Mapping[str, Any]) -> None:
                 axes.fill_between(steps, limits[0], limits[1], color=colour, alpha=0.2, linewidth=0)
             positive |= any(value > 0 for value in means)
     if panel.log and positive:
-        axes.set_yscale("log", base=panel.log)  # a shade that begins at zero begins at the frame
+        axes.set_yscale("log", base=panel.log)  # a shade from zero starts at the frame

@@ -1,6 +1,6 @@
 """Runs verl once, with its own Ray, a log file and progress from that log; ends all its processes.
 
-The processes of a run are known by a mark in their environment, and all of them are ended, whoever started them.
+Every process of a run has a mark in its environment. All processes with the mark are ended, whoever started them.
 """
 
 import contextlib
@@ -47,10 +47,10 @@ def run_verl(
 ) -> float:
     """Run verl to its end; return the wall-clock seconds of this start.
 
-    The new folder gets `train.log`, `metrics.jsonl` and Hydra's own files. A run that goes on may have that of a start
-    which was interrupted: what is left of it, processes and Ray's files, goes first, and the next log is `train-2.log`.
-    Twice a second `on_progress` is called with what verl is doing, or its step, and the seconds since the start.
-    `threads` is the `OMP_NUM_THREADS` of all processes, where none is set. On Ctrl-C, SIGTERM and SIGHUP every process
+    The new folder gets `train.log`, `metrics.jsonl` and Hydra's own files. With `goes_on`, it may be the folder of an
+    interrupted start: first, the processes and Ray's files of that start are removed; the next log is `train-2.log`.
+    Twice a second `on_progress` is called with verl's stage or its step, and the seconds since the start.
+    `threads` is the `OMP_NUM_THREADS` of all processes, if none is set. On Ctrl-C, SIGTERM and SIGHUP every process
     of the run ends; if verl fails, Ray's logs are kept until the next start.
     """
     folder.mkdir(parents=True, exist_ok=goes_on)
@@ -68,7 +68,7 @@ def run_verl(
         shutil.rmtree(ray_folder, ignore_errors=True)  # what an earlier start of the run has left
         ray_folder.mkdir(mode=0o700)
         environment |= {"VERL_FILE_LOGGER_PATH": str(metrics), "PYTHONUNBUFFERED": "1", RUN_MARK: mark}
-        environment["VLLM_RPC_BASE_PATH"] = str(ray_folder)  # of its sockets
+        environment["VLLM_RPC_BASE_PATH"] = str(ray_folder)  # for vLLM's sockets
         command = [
             *verl_command(config, overrides),
             "trainer.logger=[console,file]",
@@ -93,7 +93,7 @@ def run_verl(
 
 
 def temporary_folder() -> str:
-    """Return the folder of temporary files, if Ray can work in it: it takes ASCII alone, in which no * means more."""
+    """Return the folder of temporary files, or /tmp if Ray cannot use its path (not ASCII, or with *, ? or [)."""
     folder = tempfile.gettempdir()
     return "/tmp" if re.search(r"[^ -~]|[*?\[]", folder) else folder
 
@@ -101,7 +101,7 @@ def temporary_folder() -> str:
 def _follow(
     process: subprocess.Popen, log: Path, metrics: Path, start: float, on_progress: Callable[[str, float], None]
 ) -> int:
-    """Tell how far verl is until it has ended; return its exit code."""
+    """Report verl's progress until verl has ended; return its exit code."""
     stage, total = -1, "?"
     former = metrics.stat().st_mtime_ns if metrics.exists() else None  # rows of an earlier start: no progress yet
     with log.open(errors="replace") as lines:
@@ -133,12 +133,12 @@ def end_processes(process: subprocess.Popen | None, mark: str) -> None:
 
 
 def end_marked(mark: str) -> None:
-    """End every process that carries a mark: asked first, then killed; and remove verl's sockets."""
+    """End every process that carries a mark, first by SIGTERM, then by SIGKILL; remove verl's sockets."""
     for end in (psutil.Process.terminate, psutil.Process.kill, psutil.Process.kill):
-        if not (left := marked_processes(mark)):  # asked again: one of them may have started others
+        if not (left := marked_processes(mark)):  # each time: a process may have started others
             break
         for survivor in left:
-            with contextlib.suppress(psutil.NoSuchProcess):  # ended by itself: what was wanted
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
                 end(survivor)
         psutil.wait_procs(left, timeout=_ASKED_SECONDS)
     for socket in Path("/tmp").glob(f"rl-colocate-zmq-{mark[:12]}-*"):
@@ -146,10 +146,10 @@ def end_marked(mark: str) -> None:
 
 
 def marked_processes(mark: str = "") -> list[psutil.Process]:
-    """Return the live processes whose environment carries a mark that begins so."""
+    """Return the live processes whose environment has a mark that begins with `mark`."""
     found = []
     for process in psutil.process_iter(["environ", "status"]):
-        carried = (process.info["environ"] or {}).get(RUN_MARK)  # None: another user's, which is not ours
+        carried = (process.info["environ"] or {}).get(RUN_MARK)  # None: another user's process
         if carried is not None and carried.startswith(mark) and process.info["status"] != psutil.STATUS_ZOMBIE:
             found.append(process)
     return found

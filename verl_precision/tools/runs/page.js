@@ -1,17 +1,17 @@
 "use strict";
-/* The page about runs. With data in it, it is a report; without, it asks its server for news each second.
-   Every text of a run reaches the page as text, never as HTML. No library, and nothing is loaded. */
+/* The page about runs. A page with data is a report; a page without data asks its server for updates each second.
+   Every text of a run is inserted as text, never as HTML. The page uses no library and loads nothing. */
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const LIVE = DATA.state === null;
 const DASHES = ["", "6 3", "2 3", "8 3 2 3"];
 const GREY = "#8a9099";
-const MARKED = 60; // points of the longest curve in which each has a mark
+const MARKED = 60; // most points of a curve whose points have marks
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const page = { version: 0, runs: [], curves: {}, expected: [], missing: [] };
 const hidden = new Set(); // curves that are not drawn
-const figures = new Map(); // name of a panel -> what stands for it on the page
-const drawn = {}; // of each part, what it was made of
+const figures = new Map(); // name of a panel -> its figure on the page
+const drawn = {}; // part of the page -> the content from which it was made
 
 const $ = (id) => document.getElementById(id);
 
@@ -47,7 +47,7 @@ function durationText(seconds) {
   return `${Math.floor(hours / 24)} d ${Math.floor(hours % 24)} h`;
 }
 
-/* Make a part of the page anew where what it is made of has changed; the focus stays where it was. */
+/* Make a part of the page again if its content has changed; the focus stays in its place. */
 function fill(id, content, build) {
   const key = JSON.stringify(content);
   if (drawn[id] === key) return;
@@ -118,8 +118,8 @@ function showAlarms() {
       make("div", { class: "grid" }, cards),
       make("ul", {}, calm.map((run) => make("li", {}, chip(run), make("b", {}, run.name), " ",
         run.alarms.length ? "" : make("b", { class: "good" }, "no alarm"), " ",
-        run.baselineMissing > 0 ? make("small", {}, `growth was not looked for: mismatch measured in ${DATA.baseline - run.baselineMissing} steps, the baseline takes ${DATA.baseline}`) : ""))),
-      make("p", {}, make("small", {}, "Found by running the alarm with its default settings over the recorded metrics. In the curves, a full vertical line with a mark is an alarm about that metric, a dotted one an alarm about another; colours are the runs'.")),
+        run.baselineMissing > 0 ? make("small", {}, `the alarm did not look for growth: the mismatch was measured in ${DATA.baseline - run.baselineMissing} steps, and the baseline needs ${DATA.baseline}`) : ""))),
+      make("p", {}, make("small", {}, "These are the alarms of the recorded metrics at the alarm's default settings. In the curves, a full vertical line with a mark is an alarm about that metric; a dotted vertical line is an alarm about another metric. Each line has the colour of its run.")),
     ];
   });
 }
@@ -133,7 +133,7 @@ function alarmCard(run, alarm) {
     make("details", {}, make("summary", {}, "What to try, strongest first"), make("ol", {}, alarm.advice.try_first.map((fix) => make("li", {}, fix)))),
     make("p", {},
       run.kept !== null && LIVE ? [make("a", { href: `#tokens-${run.id}-${alarm.step}` }, `Tokens of step ${alarm.step}`), " · ", make("a", { href: `#tokens-${run.id}-${alarm.since_step}` }, `of step ${alarm.since_step}, where it began`), make("br")] : null,
-      make("small", {}, "Which cause makes the gap: ", explain(run))),
+      make("small", {}, "To find the cause of the gap: ", explain(run))),
   );
 }
 
@@ -144,7 +144,7 @@ function showSummary() {
     const bodies = DATA.panels.flatMap((panel) => Object.keys(panel.metrics).map((label) => summaryRows(panel, label, runs))).filter(Boolean);
     return [
       make("div", { class: "wide" }, make("table", {}, make("thead", {}, make("tr", {}, make("th", { scope: "col", class: "left run" }, "run"), heads)), bodies)),
-      make("p", {}, make("small", {}, "Mean: over the run's steps, or layers. Ratio: the first run's mean over this run's, 10 where this one's is a tenth. It is left out where a mean is zero or no number, or the two have different signs.")),
+      make("p", {}, make("small", {}, "Mean: over the run's steps, or layers. Ratio: the first run's mean divided by this run's mean. It is 10 if this run's mean is a tenth of the first run's. The ratio is left out if a mean is zero or not a number, or if the two means have different signs.")),
     ];
   });
 }
@@ -173,7 +173,7 @@ function shape(tag, attributes, ...children) {
   return element;
 }
 
-/* A colour that stands out from a dark ground, too. */
+/* Return a colour that can also be seen on a dark background. */
 function inkOf(colour, night) {
   if (!night) return colour;
   const parts = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
@@ -220,7 +220,7 @@ function logTicks(low, high, base) {
 
 function drawing(panel, width, height, night) {
   const series = seriesOf(panel);
-  const reached = 1.15 * Math.max(...series.map((each) => each.steps[each.steps.length - 1])); // a run that has just begun fills the plot
+  const reached = 1.15 * Math.max(...series.map((each) => each.steps[each.steps.length - 1])); // expected curves end here: a run that has just begun fills the plot
   const expected = panel !== DATA.panels[0] ? [] : page.expected.map((curve, number) => {
     const steps = curve.points[0].filter((step) => step <= reached);
     return { name: curve.name, colour: GREY, dash: DASHES[1 + (number % 3)], steps, values: curve.points[1].slice(0, steps.length).map(Number) };
@@ -305,7 +305,7 @@ function bandPath(each, x, y, fits) {
 function showCurves() {
   const bands = new Set(page.runs.map((run) => run.curve)).size < page.runs.length;
   const long = Object.values(page.curves).some((found) => Object.values(found).some((curve) => curve.length > 2));
-  $("about").textContent = (bands || long ? `${bands ? "Where an arm has several seeds" : "Where a run has many steps"}, the line is a mean${bands ? "" : " over some of them"}, and the shade goes from the smallest to the largest value. Where one of them is not a number, the line has a gap. ` : "")
+  $("about").textContent = (bands || long ? `${bands ? "If an arm has several seeds" : "If a run has many steps"}, the line is a mean${bands ? "" : " over groups of steps"}, and the shade goes from the smallest to the largest value. If a value is not a number, the line has a gap. ` : "")
     + (page.expected.length ? `Grey lines are the expected reward: ${page.expected.map((curve) => `${curve.name} (${curve.path})`).join(", ")}.` : "");
   for (const panel of DATA.panels) {
     const there = Object.values(page.curves).some((found) => Object.keys(panel.metrics).some((label) => found[`${panel.name}/${label}`]));
@@ -318,7 +318,7 @@ function showCurves() {
   drawNext();
 }
 
-/* One figure at a time, those in sight first, so that the page answers meanwhile. */
+/* Draw one figure at a time, the visible figures first, so that the page stays responsive. */
 let drawingNow = false;
 function drawNext() {
   if (drawingNow) return;
@@ -375,7 +375,7 @@ function stepAt(figure, event) {
   return steps[nearest(steps, made.left + ((at - made.frame.x) / made.frame.width) * (made.right - made.left))];
 }
 
-/* Show the values at a step, or with null nothing. */
+/* Show the values at a step; for null, show nothing. */
 function point(figure, step) {
   figure.at = step;
   figure.plot.querySelector(".cursor")?.remove();
@@ -448,7 +448,7 @@ function followHash() {
 
 const runOfView = () => page.runs.find((run) => run.id === view.run);
 
-let tokensAsked = ""; // what the list shows, or is being asked for
+let tokensAsked = ""; // the request whose answer the list shows or waits for
 async function showTokens(anew) {
   const able = page.runs.filter((run) => run.kept !== null);
   if (!runOfView() && page.runs.length) view.run = (able[0] || page.runs[0]).id;
@@ -464,7 +464,7 @@ async function showTokens(anew) {
       found = await (await ask(`responses?run=${run.id}${step}`)).json();
       problem = found.problem;
     } catch (error) { problem = error.message; }
-    if (tokensAsked !== about) return; // something else was asked for meanwhile
+    if (tokensAsked !== about) return; // another request was sent meanwhile
   }
   delete drawn.tokens;
   fill("tokens", about, () => (run ? tokensParts(run, found, problem) : make("p", {}, "There is no run yet.")));
@@ -490,7 +490,7 @@ function tokensParts(run, found, problem) {
     make("div", { class: "wide" }, make("table", { id: "responses" }, make("thead", {}, make("tr", {}, heads.map((text, at) => make("th", { scope: "col", class: at === 1 ? "left" : null }, text)))), make("tbody", {}, rows)))];
 }
 
-const howToKeep = (run) => [`${run.name} has kept no tokens. A run with `, make("code", {}, "mismatch.keep_tokens=16"), " keeps sixteen responses of each step with their tokens: those of the largest weight, those of the largest gap, and some at random."];
+const howToKeep = (run) => [`${run.name} has kept no tokens. A run with `, make("code", {}, "mismatch.keep_tokens=16"), " keeps sixteen responses of each step with their tokens: those with the largest weight, those with the largest gap, and some at random."];
 
 async function openResponse(offset) {
   const run = runOfView();
@@ -511,7 +511,7 @@ async function openResponse(offset) {
 
 function showResponse(run) {
   const response = view.response;
-  const facts = [`step ${response.step}`, `kept as ${response.reason}`, response.version === null ? "" : `sampled by version ${response.version}`, `${response.behind} versions behind`, `Σ log π - log μ ${numberText(response.log_weight)}`, response.reward === null ? "" : `reward ${numberText(response.reward)}`, `damage ${numberText(response.damage)}`];
+  const facts = [`step ${response.step}`, `kept as ${response.reason}`, response.version === null ? "" : `sampled by weight version ${response.version}`, `${response.behind} versions behind`, `Σ log π - log μ ${numberText(response.log_weight)}`, response.reward === null ? "" : `reward ${numberText(response.reward)}`, `damage ${numberText(response.damage)}`];
   const text = make("div", { id: "text", tabindex: 0, onclick: (event) => { const token = event.target.closest(".token"); if (token) chooseToken(Number(token.dataset.n)); } }, tokenSpans());
   $("response").replaceChildren(
     make("h3", {}, `Response ${response.identity}`), make("p", {}, facts.filter(Boolean).join(" · ")),
@@ -552,7 +552,7 @@ function chooseToken(at) {
   $("token").textContent = `token ${at + 1} of ${response.length}${text} (id ${response.token_ids[at]}) · log π ${numberText(response.log_probs[at])}, log μ ${numberText(response.rollout_log_probs[at])}, gap ${numberText(response.gap[at])} · advantage ${numberText(response.advantages[at])}, weight ${numberText(response.weights[at])} · ${response.words[response.decisions[at]]}`;
 }
 
-/* ---- news ---- */
+/* ---- updates ---- */
 
 function render() {
   showRuns();
@@ -579,11 +579,11 @@ async function poll() {
       const answer = await ask(`state?since=${page.version}`);
       if (answer.status === 200) take(await answer.json());
       else showRuns();
-      $("connection").textContent = "live: asks each second";
+      $("connection").textContent = "live: updated each second";
     }
   } catch (error) {
     pause = 2000;
-    $("connection").textContent = `no connection, and so nothing new: ${error.message}`;
+    $("connection").textContent = `no connection to the server, so no updates: ${error.message}`;
   }
   setTimeout(poll, pause);
 }

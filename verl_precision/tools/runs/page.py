@@ -1,6 +1,6 @@
-"""One page about runs: as a file with everything in it (`report`), or from a server that it asks for news (`watch`).
+"""The page about runs: as one complete file (`report`), or from a server that the page asks for updates (`watch`).
 
-The script draws the same curves in both; it loads nothing, and the policy of the page forbids it to.
+The script draws the same curves in both. It loads nothing, and the page's content security policy forbids loading.
 """
 
 import base64
@@ -19,7 +19,7 @@ from verl_precision.base.files import write_file
 from verl_precision.mismatch.settings import AlarmSettings
 from verl_precision.tools.runs.curves import PANELS
 
-# By this line an earlier report is known, which may be written over.
+# This line marks a file as a report, which a later report may replace.
 MARK = '<meta name="generator" content="verl-precision report">'
 _TEMPLATE = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
 SCRIPT = Path(__file__).with_suffix(".js").read_text(encoding="utf-8")
@@ -30,11 +30,11 @@ POLICY = (
 
 
 def page(state: Mapping[str, Any] | None) -> str:
-    """Return the page about runs, given its content; without, one that asks its server for it."""
+    """Return the page with this content; without content, a page that asks its server for it."""
     panels = [panel._asdict() for panel in PANELS]
     content = {"panels": panels, "baseline": AlarmSettings().baseline_steps, "state": state}
     data = json.dumps(content, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
-    # No text of a run can end the block that it stands in.
+    # No text of a run can end the script block that contains it.
     escaped = data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     names = [run["name"] for run in state["runs"]] if state else ["live"]
     about = {"names": names, "policy": POLICY, "live": state is None, "mark": Markup(MARK), "version": __version__}
@@ -43,7 +43,7 @@ def page(state: Mapping[str, Any] | None) -> str:
 
 
 def write_page(path: Path, state: Mapping[str, Any], force: bool = False) -> None:
-    """Write the report about runs; refuse to replace a file, unless by `force`, that is not an earlier report."""
+    """Write the report about runs; without `force`, refuse to replace a file that is not an earlier report."""
     if path.exists() and not force and not (path.is_file() and MARK.encode() in path.read_bytes()[:2000]):
         problem, allowed = (
             "this file exists and is not an earlier report; nothing was written",

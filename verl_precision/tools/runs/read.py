@@ -16,8 +16,8 @@ from verl_precision.base.terminal import printable
 
 REWARD = "critic/score/mean"
 READABLE = (
-    "verl's metrics file (.jsonl, trainer.logger=[file]), a console log with lines `step:N - key:value`, or a folder "
-    "with such files, of such folders, or of arms that have one for each seed"
+    "verl's metrics file (.jsonl, trainer.logger=[file]), a console log with lines `step:N - key:value`, a folder with "
+    "such files, a folder of such folders, or a folder of arms with one such folder for each seed"
 )
 LONGEST_LINE = 2**24  # bytes
 LARGEST_STEP = 2**53  # JSON's largest whole number
@@ -35,7 +35,7 @@ class Run:
 
     name: str  # name in legend and table
     path: Path  # the file or folder that was read
-    rows: Rows  # one dictionary a step, in order: `step`, and numbers by key. A NaN that was logged is NaN
+    rows: Rows  # one dictionary a step, in order: `step`, and numbers by key. A logged NaN stays NaN
     notes: tuple[str, ...] = ()  # what was left out, in words
     problem: str = ""  # why it cannot be read, in words
 
@@ -46,9 +46,9 @@ class Run:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read runs, also those of a folder of runs or arms; one that cannot be read has its problem in place of rows.
+    """Read runs, also from a folder of runs or arms; a run that cannot be read has a `problem` in place of rows.
 
-    A path that is not there, or is given twice, is refused, and so is the first run where none can be read.
+    Refuse a path that does not exist or is given twice. If no run can be read, refuse the first run.
     """
     of_path = {path: sources_in(path) for path in paths}
     if empty := [path for path, sources in of_path.items() if not sources]:
@@ -63,7 +63,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def run_or_problem(source: Path, name: str) -> Run:
-    """Return a run, or what stands for one that cannot be read: its problem, in place of rows."""
+    """Return a run; if it cannot be read, it has a `problem` in place of rows."""
     try:
         return _read_run(source, name)
     except Exception as error:
@@ -73,7 +73,7 @@ def run_or_problem(source: Path, name: str) -> Run:
 def _read_run(source: Path, name: str) -> Run:
     """Read a run from its file.
 
-    A row whose line has no end yet is left out. Of a step that is there twice, the later row counts (a resumed run).
+    A row is left out if its line is incomplete. If a step has two rows (a resumed run), the later row counts.
     """
     notes = list[str]()
     with open_regular(source) as file:
@@ -88,7 +88,7 @@ def _read_run(source: Path, name: str) -> Run:
 
 
 def read_metrics(path: Path) -> Rows:
-    """Return the rows of a file of verl's file logger, as they stand there."""
+    """Return the rows of a file of verl's file logger, unchanged and in the order of the file."""
     with open_regular(path) as file:
         return list(_rows_of_metrics(path, file, []))
 
@@ -106,7 +106,7 @@ def _rows_of_metrics(path: Path, file: BinaryIO, notes: list[str]) -> Iterator[d
         try:
             if line.strip():
                 yield _metric_row(json.loads(line))
-        except Exception as error:  # of deep brackets and huge numbers, too
+        except Exception as error:  # also for deep brackets and huge numbers
             if not line.endswith(b"\n"):
                 notes.append(_CUT)
                 return
@@ -120,18 +120,18 @@ def _metric_row(row: Any) -> dict[str, float]:
     for key, value in row["data"].items():
         if value is None or isinstance(value, int | float):
             found[sys.intern(key)] = math.nan if value is None else float(value)
-    return found | {"step": step}  # whatever is among the data
+    return found | {"step": step}  # even if the data have a key `step`
 
 
 def step_of(value: object) -> float:
-    """Return a step; refuse another kind of value, NaN, and numbers beyond the whole ones of JSON."""
+    """Return a step; refuse values of other types, NaN, and numbers above JSON's largest whole number."""
     if not isinstance(value, int | float) or not abs(value) < LARGEST_STEP:
-        raise TypeError("step is not a number of a step")
+        raise TypeError("step is not a step number")
     return value
 
 
 def _rows_of_log(path: Path, file: BinaryIO, notes: list[str]) -> Iterator[dict[str, float]]:
-    """Yield the numbers of each `step:3 - critic/score/mean:-32.8 - ...`, coloured and prefixed by Ray or not."""
+    """Yield the numbers of each `step:3 - critic/score/mean:-32.8 - ...`, with or without Ray's prefix and colours."""
     unreadable = 0
     for _, line in _lines(path, file):
         found = b"step:" in line and _STEP.search(_COLOUR.sub("", line.decode(errors="replace")))
@@ -151,12 +151,12 @@ def _rows_of_log(path: Path, file: BinaryIO, notes: list[str]) -> Iterator[dict[
 
 
 def refused(path: Path, problem: str, remedy: str, allowed: str = READABLE) -> ConfigurationError:
-    """Return why a run is refused."""
+    """Return the error that refuses a run."""
     return ConfigurationError(problem, setting="FOLDER", value=str(path), allowed=allowed, remedy=remedy)
 
 
 def sources_in(path: Path) -> list[Path]:
-    """Return the files that a path stands for; none where no run has begun."""
+    """Return the files to read for a path; none if no run has begun there."""
     if not os.path.exists(path):
         raise refused(path, "there is no such file or folder", "Check the path.")
     if not os.path.isdir(path):
@@ -168,7 +168,7 @@ def sources_in(path: Path) -> list[Path]:
 
 
 def _sources_of(folder: Path) -> list[Path]:
-    """Return what to read in a folder: files of metrics, else logs with steps."""
+    """Return the files to read in a folder: metrics files or, if there are none, logs with steps."""
     inside = sorted(folder.glob("*"))
     found = [each for each in inside if each.suffix == ".jsonl"]
     found = list(filter(Path.is_file, found)) or found
@@ -180,11 +180,11 @@ def _has_steps(log: Path) -> bool:
         with open_regular(log) as file:
             return next(_rows_of_log(log, file, []), None) is not None
     except (VerlPrecisionError, OSError):
-        return True  # who reads it says what is wrong
+        return True  # its reader will report the error
 
 
 def names_of(sources: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that differ; a metrics file is known by its folder."""
+    """Return a name for each path: the shortest ends that differ; metrics.jsonl takes the name of its folder."""
     if len({source.absolute() for source in sources}) < len(sources):
         raise refused(sources[0], "it is given twice", "Leave one out.", "each run once")
     parts = [(s.parent if s.name == "metrics.jsonl" else s).absolute().parts for s in sources]

@@ -1,6 +1,6 @@
 """The server of the live page: the page, its updates and the kept tokens; read-only, with a secret token.
 
-No path of a request becomes the path of a file: runs are numbers, responses are offsets that are in the run's list.
+No path of a request becomes the path of a file: a request names a run by its number, and a response by its offset.
 """
 
 import hmac
@@ -40,7 +40,7 @@ _HEADERS = {
 
 
 async def _guarded(token: str, request: Request, call_next: RequestResponseEndpoint) -> Response:
-    """Let requests pass whose path begins with the token, and give every answer its headers."""
+    """Pass on the requests whose path begins with the token, and add the security headers to every answer."""
     given, slash, rest = request.scope["path"].removeprefix("/").partition("/")
     answer: Response
     if not hmac.compare_digest(given.encode(errors="surrogateescape"), token.encode()):
@@ -84,7 +84,7 @@ def application(live: Live, token: str) -> Starlette:
 
 
 def serve(live: Live, port: int, say: Callable[[str], None]) -> None:
-    """Serve this machine until Ctrl-C, after the page's address has been said; port 0: any that is free."""
+    """Call `say` with the page's address, then serve this machine until Ctrl-C; port 0: any free port."""
     try:
         listening = socket.create_server(("127.0.0.1", port))
     except OSError as error:
@@ -103,14 +103,14 @@ def serve(live: Live, port: int, say: Callable[[str], None]) -> None:
 
 
 def _refusing(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
-    """Return an endpoint of JSON, which says in words why a file cannot be read; starlette gives it a thread."""
+    """Return a JSON endpoint, which answers with the reason if a file cannot be read; starlette gives it a thread."""
 
     def endpoint(request: Request) -> Response:
         try:
             content = answer(request)
         except HTTPException:
             raise
-        except Exception as error:  # whatever the files of a run hold
+        except Exception as error:  # a run's files may have any content
             return PlainTextResponse(printable(error_in_one_line(error)), 409)
         if content is None:
             return Response(status_code=204)

@@ -1,7 +1,7 @@
 """The status of a run: is it running, its step, its remaining time, its latest metrics.
 
-Judged by what the run itself has written: its metrics, its log beside them, and Hydra's copy of its config. That leads
-to its recipe, too, and to the curves of the paper's figures beside it, `expected.csv`.
+The status comes from the run's own files: its metrics, its log beside them, and Hydra's copy of its config. The copy
+names the recipe; beside the recipe, `expected.csv` has the curves of the paper's figures.
 """
 
 import csv
@@ -24,13 +24,13 @@ from verl_precision.tools.runs.read import LARGEST_STEP, REWARD, Rows, Run, step
 from verl_precision.tools.show.tables import number_text, terminal_table
 
 State = Literal["waiting", "running", "finished", "stopped growing", "recorded", "unreadable"]
-RECENT = 20  # steps that say how long one takes
-# A run has stopped growing if its newest row is older than so many of its slowest recent steps, and than so long.
+RECENT = 20  # steps that give the typical time of a step
+# A run has stopped growing if its newest row is older than PATIENCE * its slowest recent step and PATIENCE_SECONDS.
 PATIENCE, PATIENCE_SECONDS = 4.0, 60.0
 _LONGEST, _TAIL = 1e9, 2**16  # seconds of a step; bytes of a log
 _MOST = 2**24  # bytes of another file beside a run
 EXPECTED = "expected.csv"
-# What stands at the top: title, and the curves of which the first that is measured is shown.
+# The numbers at the top of a run: title -> curves, of which the first measured curve is shown.
 NOW: dict[str, Sequence[str]] = {
     "reward": ["reward/reward"],
     "k3": ["k3/k3"],
@@ -44,7 +44,7 @@ NOW: dict[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Where a run stands; None for what is not known."""
+    """The status of a run; a field is None if its value is not known."""
 
     state: State
     step: int | None = None
@@ -52,11 +52,11 @@ class RunStatus:
     step_seconds: float | None = None  # median of the recent steps
     seconds_left: float | None = None
     age: float | None = None  # seconds since the newest row
-    now: Mapping[str, str] = field(default_factory=dict)  # the titles of `NOW` -> newest value, as people read it
+    now: Mapping[str, str] = field(default_factory=dict)  # title in `NOW` -> newest value, as text
 
 
 def status_of(run: Run, points: Points, total: int | None, age: float | None) -> RunStatus:
-    """Return where a run of `total` steps stands whose newest row was written `age` seconds ago; None: long ago."""
+    """Return the status of a run of `total` steps; its newest row is `age` seconds old (None: a recorded run)."""
     if not run.rows:
         return RunStatus("waiting")
     step = int(run.rows[-1]["step"])
@@ -79,7 +79,7 @@ def status_of(run: Run, points: Points, total: int | None, age: float | None) ->
 
 
 def total_steps(source: Path) -> int | None:
-    """Return the steps of a whole run, by the newest log beside its metrics, or by its config; None if neither says."""
+    """Return a run's total steps, from the newest log beside its metrics, or from its config; None if not known."""
     logs = [log for log in source.parent.glob("*.log") if log.is_file()]
     for log in sorted(logs, key=lambda log: log.stat().st_mtime, reverse=True):
         with open_regular(log, most=math.inf) as file:
@@ -91,7 +91,7 @@ def total_steps(source: Path) -> int | None:
 
 
 def read_expected(path: Path, estimator: str) -> list[Run]:
-    """Return the reward curves of an estimator, one for each precision; lines with # say where they come from."""
+    """Return the reward curves of an estimator, one for each precision; lines with # name the source."""
     found: dict[str, Rows] = {}
     with open_regular(path, most=_MOST) as file:
         lines = [line for line in file.read().decode().splitlines() if not line.startswith("#")]
@@ -103,7 +103,7 @@ def read_expected(path: Path, estimator: str) -> list[Run]:
 
 
 def expected_of(source: Path) -> list[Run]:
-    """Return the curves beside the recipe that Hydra's copy in a run's folder names; none of a CPU's tiny model."""
+    """Return the expected curves beside the recipe that Hydra's copy names; none for a tiny model on a CPU."""
     hydra = at(hydra_of(source, "hydra.yaml"), "hydra")
     sources, name = at(hydra, "runtime", "config_sources"), at(hydra, "job", "config_name")
     places = [each for each in sources if at(each, "schema") == "file"] if isinstance(sources, list) else []
@@ -117,14 +117,14 @@ def expected_of(source: Path) -> list[Run]:
 
 
 def at(content: Any, *keys: str) -> Any:
-    """Return what stands below some keys, one below the other; None where nothing does."""
+    """Return the value below a chain of nested keys; None if there is no value."""
     for key in keys:
         content = content.get(key) if isinstance(content, dict) else None
     return content
 
 
 def hydra_of(source: Path, name: str) -> Any:
-    """Return what Hydra has written about a run beside its metrics; None where it has not."""
+    """Return the content of a file that Hydra has written beside a run's metrics; None if there is no file."""
     for path in (source.parent / "hydra" / ".hydra" / name, source.parent / ".hydra" / name):
         if path.is_file():
             with open_regular(path, most=_MOST) as file:

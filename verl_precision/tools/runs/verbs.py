@@ -48,7 +48,7 @@ def compare(
     precisions, chosen = precision or ([] if arm else ["bf16", "fp16"]), overrides or []
     runs = check_arguments(config, precisions, chosen, estimator or [], arm or [], seed or [])
     with comparison_folder(output / config.stem, command_of(config, runs, chosen), restart) as folder:
-        if any(path.is_dir() for path in folder.iterdir()):  # a run's
+        if any(path.is_dir() for path in folder.iterdir()):  # the folder of a run
             say(f"This comparison was interrupted; it continues in {folder}. To start again, add --restart.")
         with after_ctrl_c(f"every process of the run has ended; the same command continues in {folder}"):
             compare_runs(config, runs, chosen, folder, console, bar, parallel)

@@ -1,4 +1,4 @@
-"""The runs of a comparison: its arms, each of which is a few Hydra overrides, and each arm once for every seed."""
+"""The runs of a comparison: each arm is a few Hydra overrides, and has one run for every seed."""
 
 import re
 from collections.abc import Sequence
@@ -15,20 +15,20 @@ from verl_precision.presets import preset_names
 from verl_precision.tools.checking.composing import read_recipe, require_recipe
 
 ALL = "all"
-_ARM_NAME = re.compile(r"[A-Za-z0-9][\w.=+-]*")  # it names a folder
-Arms = dict[str, tuple[str, ...]]  # name, of its folder and in table and figures -> Hydra overrides that make the arm
+_ARM_NAME = re.compile(r"[A-Za-z0-9][\w.=+-]*")  # the name is also that of a folder
+Arms = dict[str, tuple[str, ...]]  # name, in folder, table and figures -> Hydra overrides that make the arm
 
 
 class PlannedRun(NamedTuple):
-    """An arm, with a seed where seeds are given."""
+    """A run of an arm, with a seed if seeds are given."""
 
     arm: str
     seed: int | None
-    overrides: tuple[str, ...]  # what makes this run another one than the others
+    overrides: tuple[str, ...]  # the overrides in which runs differ
 
     @property
     def name(self) -> str:
-        """Return its folder's path below that of the comparison."""
+        """Return the path of the run's folder within the comparison's folder."""
         return run_name(self.arm, self.seed)
 
 
@@ -48,7 +48,7 @@ def preset_arms(precisions: Sequence[str], estimators: Sequence[str] = ()) -> Ar
 
 
 def recipe_arms(recipe: Path, names: Sequence[str]) -> Arms:
-    """Return the arms with these names, or with `all` every one, of a recipe's own `arms: {name: [override, ...]}`."""
+    """Return the arms with these names (`all`: every arm) of a recipe's own `arms: {name: [override, ...]}`."""
     known: Any = OmegaConf.to_container(read_recipe(recipe), resolve=False).get("arms")
     if not isinstance(known, dict) or not known:
         allowed = "one of the names in a recipe's `arms: {name: [override, ...], ...}`"
@@ -82,7 +82,7 @@ def check_arguments(
     arms: Sequence[str] = (),
     seeds: Sequence[int] = (),
 ) -> list[PlannedRun]:
-    """Return the runs of a comparison, or refuse what cannot be compared; the overrides are for every run."""
+    """Return the runs of a comparison, or refuse what cannot be compared; `overrides` are for every run."""
     require_recipe(config)
     if arms and (precisions or estimators):
         allowed, remedy = "--arm, or --precision and --estimator, not both", "Write -p and -e into the recipe's arms."
@@ -90,7 +90,7 @@ def check_arguments(
     runs = with_seeds(recipe_arms(config, arms) if arms else preset_arms(precisions, estimators), seeds)
     require_overrides(overrides)
     require_each_once("--seed", seeds, "each seed once")
-    # Hydra would refuse what is given twice in the middle of the comparison, or one of the two would be lost.
+    # If a setting is given twice, Hydra refuses it in the middle of the comparison, or one of the values is lost.
     of_runs = {_key(override): run for run in runs for override in run.overrides}
     for override in (*overrides, *(own for run in runs for own in run.overrides)):
         key, value = _key(override), override.partition("=")[2]
@@ -115,7 +115,7 @@ def _refused(setting: str, value: object, problem: str, allowed: str, remedy: st
 
 
 def preset_of(group: str, overrides: Sequence[str]) -> str | None:
-    """Return the preset of a group that overrides choose, or None where that is left to the recipe."""
+    """Return the preset of a group that overrides choose, or None if they leave the choice to the recipe."""
     chosen = [value for key, _, value in (override.partition("=") for override in overrides) if _key(key) == group]
     return chosen[-1] if chosen else None
 

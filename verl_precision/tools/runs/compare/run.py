@@ -1,7 +1,7 @@
 """A comparison from end to end: its folder, the runs of its grid, progress and results on the terminal, and the files.
 
-The folder is a new one, or that of the same command which was interrupted. `comparison.json` says which command a
-folder belongs to, and `base/owner.py` locks the folder while that command runs. A comparison is finished when its
+The folder is new, or the folder of an interrupted comparison with the same command. `comparison.json` has the command
+of a folder, and `base/owner.py` locks the folder while that command runs. A comparison is finished when its
 `summary.json` has every run.
 """
 
@@ -46,9 +46,9 @@ logger = logging.getLogger("verl_precision.compare")
 
 
 def command_of(recipe: Path, runs: Sequence[PlannedRun], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return what makes a comparison the same: recipe and its text, runs, settings, and the versions that run it."""
+    """Return what identifies a comparison: the recipe and its text, the runs, settings, and installed versions."""
     paths = OmegaConf.select(read_recipe(recipe), "hydra.searchpath") or []
-    # The recipes beside it, too, and those where it says that they lie: it may build on them.
+    # The recipes beside it and on its search path count, too, because the recipe may build on them.
     folders = [recipe.parent, *(Path(path.removeprefix("file://")) for path in paths if path.startswith("file://"))]
     files = [file for folder in folders for file in sorted(folder.glob("*.yaml"))]
     digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
@@ -58,11 +58,11 @@ def command_of(recipe: Path, runs: Sequence[PlannedRun], overrides: Sequence[str
 
 @contextmanager
 def comparison_folder(parent: Path, command: dict[str, Any], anew: bool = False) -> Iterator[Path]:
-    """Yield the folder of an interrupted comparison with the same command, or else a new one; locked meanwhile."""
+    """Yield the folder of an interrupted comparison with the same command, or a new folder; lock it meanwhile."""
     for path in () if anew else sorted(parent.glob(f"*/{COMMAND}"), reverse=True):
         if _interrupted(path, command) and take(path.parent) is None:
             try:
-                if _interrupted(path, command):  # still, now that nobody else is at work in it
+                if _interrupted(path, command):  # again, now that this process has the lock
                     yield path.parent
                     return
             finally:
@@ -81,14 +81,14 @@ def comparison_folder(parent: Path, command: dict[str, Any], anew: bool = False)
 def _interrupted(path: Path, command: dict[str, Any]) -> bool:
     try:
         recorded = read_state(path, dict[str, Any], _REMEDY)
-    except CheckpointStateError as error:  # whose folder it is, nobody knows
+    except CheckpointStateError as error:  # the command of the folder is not known
         logger.warning("an earlier comparison is ignored: %s", error)
         return False
     return recorded == command and not seconds_of_runs(path.parent).keys() >= command["runs"].keys()
 
 
 def seconds_of_runs(folder: Path) -> dict[str, float]:
-    """Return the seconds of each run that a comparison has finished, by its name."""
+    """Return the seconds of each finished run of a comparison, by the run's name."""
     return read_state(folder / SUMMARY, _seconds, _REMEDY) or {}
 
 
@@ -105,14 +105,14 @@ def compare_runs(
     pass_bar: PassBar | None = None,
     parallel: int = 1,
 ) -> list[Summary]:
-    """Run a recipe once for each arm and seed, so many in parallel, each with a Ray of its own; write the comparison.
+    """Run a recipe once for each arm and seed, `parallel` at a time, each with its own Ray; write the comparison.
 
-    Runs that the folder's summary has are not repeated; one that is there goes on from its last checkpoint. If one
-    fails, no other starts, and those under way go on to their end.
+    Runs in the folder's summary are not repeated; an interrupted run continues from its last checkpoint. If a run
+    fails, no other run starts, and the runs in progress continue to their end.
     """
     finished = seconds_of_runs(folder)
     results = _results(runs, overrides, folder, finished)
-    # Threads of two runs on one core wait for each other actively, at several times the work.
+    # If two runs share cores, their threads wait for each other in busy loops, which multiplies the CPU time.
     threads = max(1, (os.cpu_count() or 1) // parallel) if parallel > 1 else None
     failed, interrupted, errors = threading.Event(), threading.Event(), list[Exception]()
 
@@ -121,7 +121,7 @@ def compare_runs(
             return None
         checkpoints = folder / run.name / "checkpoints"
         chosen = [*overrides, *run.overrides, f"trainer.default_local_dir={quoted(checkpoints)}"]
-        checkpoints.mkdir(parents=True, exist_ok=True)  # whose they are is written into it: run_identity.py
+        checkpoints.mkdir(parents=True, exist_ok=True)  # run_identity.py writes into it which run owns it
         try:
             return run_verl(config, chosen, folder / run.name, _teller(console, run.name, interrupted), True, threads)
         except BaseException:
@@ -136,7 +136,7 @@ def compare_runs(
                     if (seconds := future.result()) is not None:
                         results = _results(runs, overrides, folder, {**finished, futures[future].name: seconds})
                         finished[futures[future].name] = seconds
-                        _write(folder, config.stem, *results, pass_bar)  # an interrupted comparison leaves what it had
+                        _write(folder, config.stem, *results, pass_bar)  # now, in case of an interrupt
                 except Exception as error:
                     failed.set()
                     errors.append(error)
@@ -156,7 +156,7 @@ def compare_runs(
 def _results(
     runs: Sequence[PlannedRun], overrides: Sequence[str], folder: Path, seconds: Mapping[str, float]
 ) -> tuple[list[Run], list[Summary]]:
-    """Return each run that has finished, in so many seconds, and its summary, in the order of the plan."""
+    """Return each finished run (a run that has `seconds`) and its summary, in the order of the plan."""
     found, summaries = list[Run](), list[Summary]()
     for run in runs:
         if run.name in seconds:
@@ -189,13 +189,13 @@ def _show(console: Console, folder: Path, runs: list[Run], summaries: list[Summa
 
 
 def _teller(console: Console, name: str, interrupted: threading.Event) -> Callable[[str, float], None]:
-    """Return what is to be called, in any thread, with the progress of a run: each stage and step is a line."""
+    """Return a function that prints the progress of a run, from any thread: one line for each stage and step."""
     said = ""
 
     def tell(stage: str, seconds: float) -> None:
         nonlocal said
         if interrupted.is_set():
-            raise KeyboardInterrupt  # Ctrl-C reaches the main thread only; here, it ends the run's processes
+            raise KeyboardInterrupt  # Ctrl-C reaches only the main thread; this ends the run's processes
         if stage != said:
             said = stage
             console.print(f"[{seconds:5.0f} s] {name}: {said}", markup=False, highlight=False)

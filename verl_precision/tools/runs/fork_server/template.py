@@ -1,10 +1,10 @@
-"""A process that has imported what verl's workers import, and forks one for each `client.py` that asks.
+"""A process that has imported what verl's workers import, and forks one worker for each request of a `client.py`.
 
     python template.py FOLDER NAME  # NAME: of its socket and lock, without the suffix
 
-Importing verl, vLLM and torch takes ten seconds of a core, and a run has eleven processes that do it. A fork has them
-at once and shares their memory; what may differ between processes is set in it (`_become`). The template ends when the
-process that owns FOLDER does, or for want of work: each of many environments has one of half a gigabyte.
+Importing verl, vLLM and torch takes ten seconds of a core, and a run has eleven processes that do it. A fork has the
+modules at once and shares their memory; `_become` sets what differs between processes. The template ends with the
+process that owns FOLDER, or for lack of work: each environment has its own template of half a gigabyte.
 """
 
 import contextlib
@@ -25,25 +25,25 @@ _PR_SET_PDEATHSIG = 1
 
 
 def serve(folder: str, name: str) -> list[str]:
-    """Fork on request until the owner has gone or there is no work; return in each process ordered its arguments."""
+    """Fork on request until the owner has ended or there is no work; in each forked worker, return its arguments."""
     with open(os.path.join(folder, "template.json")) as file:
         settings = json.load(file)
     owner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     owner.connect(os.path.join(folder, "owner.sock"))
-    fcntl.fcntl(owner, fcntl.F_SETOWN, os.getpid())  # SIGIO ends this process with its owner, while it imports, too
+    fcntl.fcntl(owner, fcntl.F_SETOWN, os.getpid())  # SIGIO ends this process with its owner, also during imports
     fcntl.fcntl(owner, fcntl.F_SETFL, fcntl.fcntl(owner, fcntl.F_GETFL) | os.O_ASYNC)
-    # Ray reads it as it is imported, and ends a worker whose raylet has ended; here, whose template has.
+    # Ray reads it on import, and ends a worker whose raylet has ended; here, a worker whose template has ended.
     os.environ["RAY_RAYLET_PID"] = str(os.getpid())
     for module in settings["modules"]:
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # so that the collector of a fork leaves shared pages alone
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
+    gc.freeze()  # so that a fork's garbage collector does not copy shared pages
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for a keeper (`_ordered`)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     template = os.getpid()
     listening.bind(f"{name}.new")
     listening.listen(64)
-    os.rename(f"{name}.new", f"{name}.sock")  # there only once it answers
+    os.rename(f"{name}.new", f"{name}.sock")  # it appears when the template can answer
     while True:
         if not select.select([listening], [], [], settings["idle_seconds"])[0]:
             with open(f"{name}.lock") as lock:
@@ -66,14 +66,14 @@ def serve(folder: str, name: str) -> list[str]:
 
 
 def _end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends: none is left when the template is killed."""
+    """Let the kernel kill this process when its parent ends, so that none is left if the template is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def _ordered(client: socket.socket) -> list[str]:
-    """Fork the process that a client orders, in which this returns, and keep it: tell its id and its exit code."""
+    """Fork the process that a client orders, and return its arguments there; here, send its id and exit code."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     message, streams, _, _ = socket.recv_fds(client, 1 << 16, 3)
     while not message.endswith(b"\n"):
@@ -104,7 +104,7 @@ def _ordered(client: socket.socket) -> list[str]:
 
 
 def _become(environment: dict[str, str], cwd: str) -> None:
-    """Give a fresh fork what a process has from its starter, and what no two processes share."""
+    """Give a new fork the client's environment and folder, and a session and random seeds of its own."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -118,7 +118,7 @@ def _become(environment: dict[str, str], cwd: str) -> None:
 
 
 def _follow_thread_count() -> None:
-    """Have torch follow OMP_NUM_THREADS where Ray sets it: it is there already, and has read the variable."""
+    """Let torch follow OMP_NUM_THREADS when Ray sets it: torch is already imported, and has read the variable."""
     torch, ray_utils = (sys.modules.get(name) for name in ("torch", "ray._private.utils"))
     if torch is not None and ray_utils is not None:
         set_variable = ray_utils.set_omp_num_threads_if_unset
@@ -144,5 +144,5 @@ def run(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this file's folder, which a fork has no business in
+    del sys.path[0]  # this file's folder, from which a fork must not import
     run(serve(sys.argv[1], sys.argv[2]))
