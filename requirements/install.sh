@@ -1,13 +1,13 @@
 #!/bin/sh
 # install.sh VENV LOCK: make a virtual environment with exactly the locked packages, and this package in it, editable.
 #
-# pip goes first, with its own settings: a machine may have its own source of wheels. If pip sees no torch of the
-# pinned version (its +cpu build is on no default index), uv installs instead: it knows PyTorch's index by name.
-# --no-deps: the lock is complete, and what it leaves out on purpose (see refresh_lock.sh) must stay out.
-# VENV/.unfinished is there from the first change to the last: whoever finds it starts again from nothing, since an
-# installer that was killed leaves packages that look complete and are not.
+# pip is tried first, with its own settings, because a machine may have its own source of wheels. If pip sees no torch
+# of the pinned version (no default index has its +cpu build), uv installs instead: uv knows PyTorch's index by name.
+# --no-deps: the lock is complete, and packages that it leaves out on purpose (see refresh_lock.sh) must stay out.
+# VENV/.unfinished exists from the first change to the last. A call that finds this file starts again from nothing,
+# because an installer that was killed leaves packages that look complete and are not.
 set -eu
-UV=uv==0.13.9 # pinned, like all else: other releases may read --torch-backend or the lock in another way
+UV=uv==0.13.9 # pinned, like all packages: another release may read --torch-backend or the lock in another way
 venv=$1
 lock=$2
 here=$(dirname "$0")
@@ -20,7 +20,7 @@ job='' watcher=''
 trap 'kill $job $watcher 2>/dev/null || true' EXIT
 trap 'echo "stopped; the next call starts again" >&2; exit 130' INT TERM HUP
 
-# fail CAUSE REMEDY...: the last words of whatever failed, the cause, the remedy: ten lines at most.
+# fail CAUSE REMEDY...: print the end of the log, the cause and the remedy, ten lines at most, and exit.
 fail() {
   tail -n 4 "$log" 2>/dev/null | cut -c 1-300 >&2
   echo "error: $1" >&2
@@ -29,7 +29,7 @@ fail() {
   exit 1
 }
 
-# Print a line now and then, until the job or this script is gone.
+# Print the progress every few seconds, until the job or this script has ended.
 watch() {
   while sleep "${PROGRESS_SECONDS:-10}" >/dev/null 2>&1; kill -0 "$1" && kill -0 $$; do
     found=$(find "$venv"/lib/python3*/site-packages -maxdepth 1 -name '*.dist-info' | wc -l)
@@ -38,7 +38,7 @@ watch() {
   done 2>/dev/null
 }
 
-# run WHAT COMMAND...: run a command into the log. In the background, so that a signal is obeyed at once.
+# run WHAT COMMAND...: run a command, and log its output. It runs in the background, so that a signal acts at once.
 run() {
   echo "$1 ..." >>"$log"
   shift
@@ -58,14 +58,14 @@ usable() {
     "$python" -m pip install --help
 } >/dev/null 2>&1
 
-# pip_setting NAME: what pip's configuration files and variables say of it, if anything.
+# pip_setting NAME: print the value of a setting in pip's configuration files and variables, if it has one.
 pip_setting() { "$python" -m pip config list | sed -n "s/^.*[.]$1='\(.*\)'\$/\1/p" | head -n 1; }
 
 [ -z "$(ls -A "$venv" 2>/dev/null)" ] || [ -e "$venv/pyvenv.cfg" ] || [ -e "$log" ] ||
   fail "$venv is there and is no virtual environment." "Name another folder, or remove this one."
 total=$(grep -c '^[^#]*==' "$lock") || fail "no pinned packages in $lock." "Name a lock of requirements/."
 mkdir -p "$venv"
-# One at a time. The log is the lock file: the installer holds it too, even if this script is killed.
+# One installation at a time. The log is the lock file: the installer holds it too, even if this script is killed.
 exec 9>>"$log"
 "$base" - "$venv" 3<&9 <<'PYTHON'
 import fcntl, sys
@@ -89,7 +89,7 @@ if ! usable; then
 fi
 touch "$venv/.unfinished"
 
-# Does pip, with whatever settings it has, see the pinned torch for this Python?
+# Test whether pip, with its own settings, sees the pinned torch for this Python.
 sees_torch() {
   run "asking pip for torch" "$python" -m pip index versions torch || return 1
   sed -n 's/^Available versions: //p' "$log" | tr -s ', ' '\n' | grep -qxF "$torch"
@@ -100,22 +100,22 @@ again="Then run the same command again: what was downloaded is kept. The whole l
 if [ -z "$torch" ] || sees_torch; then
   echo "installing $total pinned packages into $venv with pip (some minutes, once); log: $log"
   run "starting pip" "$python" -m pip install --no-deps --no-compile --progress-bar off -r "$lock" ||
-    fail "pip could not install $lock." "Look at network, disk (df -h) and pip's settings (pip config list). $again"
+    fail "pip could not install $lock." "Check network, disk (df -h) and pip's settings (pip config list). $again"
 else
   echo "pip sees no torch==$torch: installing $total pinned packages into $venv with uv, once; log: $log"
   run "installing $UV" "$python" -m pip install -q "$UV" ||
     fail "pip sees neither torch==$torch nor $UV." \
-      "Is the package index reached (network, HTTPS_PROXY, pip config list)? $again"
-  # uv does not read pip's settings; a mirror of the package index and its certificate are needed all the same.
+      "Can this machine reach the package index (network, HTTPS_PROXY, pip config list)? $again"
+  # uv does not read pip's settings, but needs pip's mirror of the package index and its certificate.
   index=$(pip_setting index-url) cert=$(pip_setting cert)
   [ -z "$index" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
   [ -z "$cert" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$cert}"
   run "starting uv" "$python" -m uv pip install --python "$python" --no-deps --torch-backend=cpu -r "$lock" ||
-    fail "uv could not install $lock." "If PyTorch's index was not reached: allow it, or give pip a source of" \
+    fail "uv could not install $lock." "If PyTorch's index cannot be reached: allow access, or give pip a source of" \
       "torch==$torch (pip config set global.find-links FOLDER, or global.extra-index-url URL)." "$again"
 fi
-# All at once, on all cores: nine processes of a run import the same packages. Some ship templates that do not compile.
-# Without the lock: the compiler's own processes outlive it when it is killed, and wait for work for ever.
+# Compile all packages now, on all cores: nine processes of a run import them. Some have templates that do not compile.
+# Without the lock: if the compiler is killed, its own processes stay, and wait for work for ever.
 run "compiling to byte code" "$python" -m compileall -q -j 0 "$venv/lib" 9>&- || true
 run "installing this package" "$python" -m pip install --no-deps --no-build-isolation -q -e "$here/.." ||
   fail "this package could not be installed." "$again"

