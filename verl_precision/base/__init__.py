@@ -1,2 +1,2 @@
-"""Shared by all other packages: errors, files, settings, versions, mergeable statistics, and the dtypes that a
-config of verl asks for."""
+"""Code that all other packages share: errors, files, settings, versions, mergeable statistics, and the dtypes in a
+config of verl."""

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 BLOCK = 1 << 16  # bytes
-MOST, FEWEST, IN_ALL = 64, 4, 1024  # blocks of a file where files are few, where they are many, and of all of them
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # transformers' order of preference; several files have an index
+MOST, FEWEST, IN_ALL = 64, 4, 1024  # blocks: most of one file, fewest of one file, most of all files together
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in transformers' order of preference
 
 
 def content_digest(files: Sequence[Path]) -> str:
-    """Return 16 hex digits of the contents of files, in order; names and folders have no effect.
+    """Return a digest (16 hex digits) of the contents of files, in their order; names and folders have no effect.
 
-    Of each file: its size and 64 blocks of 64 KiB at equal distances, the first and the last among them. A file of at
-    most 4 MiB is read whole. More than 16 files share 1,024 blocks, and each keeps at least four. So a change that
-    keeps a large file's size and lies between the blocks is not seen; other weights, and rows added, are.
+    The digest covers each file's size and 64 blocks of 64 KiB at equal distances, with the first and the last block. A
+    file of at most 4 MiB is read whole. More than 16 files share 1,024 blocks, and each file keeps at least four. A
+    change between the blocks that keeps a large file's size is not seen. Other weights and added rows are seen.
     """
     blocks = max(FEWEST, min(MOST, IN_ALL // max(len(files), 1)))
     found = hashlib.blake2b(digest_size=8)
@@ -31,10 +31,10 @@ def content_digest(files: Sequence[Path]) -> str:
 
 
 def weight_files(folder: Path) -> list[Path] | None:
-    """Return `config.json`, the weights and their index in a model's folder of Hugging Face's format.
+    """Return `config.json`, the weights and their index from a model's folder in Hugging Face's format.
 
-    None where one of them is missing, as in a cache whose download has not ended. The tokenizer is not among them: it
-    may come to a cache before or after the weights.
+    Return None if one of these files is missing, as in a cache whose download has not ended. The tokenizer is left out:
+    it may enter a cache before or after the weights.
     """
     for single in _WEIGHTS:
         index = f"{single}.index.json"

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
 
 Dtype = Literal["fp16", "bf16", "fp32"]
 Arithmetic = Literal["native", "rounded_once", "exact"]
-EXACT = "exact"  # with these trainer and rollout round the same numbers
+EXACT = "exact"  # with this arithmetic, trainer and rollout round the same numbers
 
 
 class Names(NamedTuple):
@@ -15,8 +15,8 @@ class Names(NamedTuple):
 
     torch: str
     safetensors: str
-    others: tuple[str, ...]  # further spellings that verl understands
-    bits: int  # of the significand, the implicit one among them
+    others: tuple[str, ...]  # further spellings that verl accepts
+    bits: int  # bits of the significand, with the implicit bit
 
 
 DTYPES = {
@@ -33,18 +33,18 @@ _SHORT = {
 
 
 def short(value: object) -> str:
-    """Return bf16, fp16 or fp32 for any spelling of them; any other value as it is, in lower case."""
+    """Return bf16, fp16 or fp32 for any spelling of these dtypes, and any other value in lower case."""
     text = str(value).lower()
     return _SHORT.get(text, text)
 
 
 def long(value: object) -> str:
-    """Return torch's name of a dtype, which verl and vLLM take too, for any spelling of it."""
+    """Return torch's name of a dtype for any of its spellings; verl and vLLM accept this name too."""
     return DTYPES[short(value)].torch
 
 
 def torch_dtype(value: object) -> "torch.dtype":
-    """Return torch's dtype for any spelling of it."""
+    """Return torch's dtype for any spelling of a dtype."""
     import torch
 
     return getattr(torch, long(value))

@@ -7,24 +7,24 @@ from contextlib import contextmanager
 
 
 def describe(problem: str, setting: str = "", value: object = None, allowed: str = "", remedy: str = "") -> str:
-    """Return the text of an error or finding for a user; fields as in `VerlPrecisionError`."""
+    """Return the text of an error or finding for a user; the arguments are as in `VerlPrecisionError`."""
     head = ": ".join(filter(None, (subject(setting, value), problem)))
     parts = [part for part in (head, allowed and f"Allowed: {allowed}", remedy) if part]
     return head if parts == [head] else " ".join(map(sentence, parts))
 
 
 def filled(words: Mapping[str, str], **names: object) -> dict[str, str]:
-    """Return fields of an error from a table, `names` put into their braces."""
+    """Return the fields of an error from a table, with `names` filled into their braces."""
     return {field: text.format(**names) for field, text in words.items()}
 
 
 def sentence(text: str) -> str:
-    """Return a text with a full stop at its end; an empty one stays empty."""
+    """Return a text with a full stop at its end; an empty text stays empty."""
     return text if not text or text.endswith((".", "!", "?")) else f"{text}."
 
 
 def subject(setting: str, value: object) -> str:
-    """Return a setting with its value, as one writes it in Python or on the command line; empty without a setting."""
+    """Return a setting with its value, as a user writes it in Python or on the command line, or an empty text."""
     if not setting:
         return ""
     return f"{setting} {value}" if setting.startswith("--") else f"{setting}={value!r}"
@@ -33,9 +33,9 @@ def subject(setting: str, value: object) -> str:
 class VerlPrecisionError(Exception):
     """Base of all errors raised by verl_precision.
 
-    `problem` says what is wrong, or what happens because of it; `setting` is the full path of the setting at fault, or
-    an option of the command line, empty where there is none; `value` is its value, `allowed` says what works, and
-    `remedy` what to do.
+    `problem` is the fault or its consequence. `setting` is the full path of the setting at fault, or an option of the
+    command line, or empty. `value` is the setting's value, `allowed` names the values that work, and `remedy` tells the
+    user what to do.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class RegistrationError(VerlPrecisionError, RuntimeError):
 
 
 class EnvironmentMismatchError(VerlPrecisionError, RuntimeError):
-    """An installed version or this machine cannot do what was asked."""
+    """An installed version or this machine does not support the requested action."""
 
 
 class WeightSyncError(VerlPrecisionError, RuntimeError):
-    """After a weight sync, the rollout's weights are not the trainer's."""
+    """After a weight sync, the rollout's weights differ from the trainer's."""
 
 
 class LossScaleError(VerlPrecisionError, ArithmeticError):
@@ -74,7 +74,7 @@ class PrecisionContradictionError(VerlPrecisionError, RuntimeError):
 
 
 class PatchError(VerlPrecisionError, RuntimeError):
-    """A tree cannot be patched safely."""
+    """A source tree cannot be patched safely."""
 
 
 class CheckpointStateError(VerlPrecisionError, RuntimeError):
@@ -82,7 +82,7 @@ class CheckpointStateError(VerlPrecisionError, RuntimeError):
 
 
 class MismatchAlarmError(VerlPrecisionError, RuntimeError):
-    """The mismatch alarm ended a run, as `on_alarm=stop` asks."""
+    """The mismatch alarm ended a run, because `on_alarm=stop` is set."""
 
 
 class RunFailedError(VerlPrecisionError):
@@ -90,11 +90,11 @@ class RunFailedError(VerlPrecisionError):
 
 
 class CheckFailedError(VerlPrecisionError, AssertionError):
-    """In the self-test: this machine or its software failed a check."""
+    """This machine or its software failed a check of the self-test."""
 
 
 def error_in_one_line(error: Exception) -> str:
-    """Return an error in one line; errors of other libraries with their class."""
+    """Return an error in one line; an error of another library begins with its class."""
     known = isinstance(error, VerlPrecisionError | OSError)
     return " ".join((str(error) if known else f"{type(error).__name__}: {error}").split())[:1000]
 
@@ -112,8 +112,8 @@ def after_ctrl_c(text: str) -> Iterator[None]:
 def ending_the_process(part: str) -> Iterator[None]:
     """End this process with a message if the block raises; verl would only warn and continue without this package.
 
-    An error that nobody foresaw has its traceback above its words; `part` says which part of this package it ended.
-    SystemExit is what hosts let pass.
+    An unexpected error shows its traceback above the message, and `part` names the part of this package that failed.
+    The block raises SystemExit, because the hosts do not catch it.
     """
     try:
         yield

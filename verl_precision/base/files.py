@@ -18,7 +18,7 @@ from verl_precision.base.errors import (
     error_in_one_line,
 )
 
-LARGEST = 2**31  # bytes of a file that is read; metrics of 100,000 steps have a third of it
+LARGEST = 2**31  # bytes of the largest file that is read; metrics of 100,000 steps have a third of that
 
 
 @contextmanager
@@ -34,13 +34,13 @@ def naming_file(path: Path) -> Iterator[None]:
 
 @contextmanager
 def open_regular(path: Path, mode: str = "rb", most: float = LARGEST) -> Iterator[BinaryIO]:
-    """Open a file in a binary mode; errors of the block name it, as in `naming_file`.
+    """Open a file in a binary mode; errors of the block name the file, as in `naming_file`.
 
-    A FIFO, a socket, a device, a folder, or a link to one, is not opened: nothing waits for it or fills memory.
+    A FIFO, a socket, a device, a folder, or a link to one is not opened, because reading it could block or fill memory.
 
     Raises:
-        FileNotFoundError: If it is not there.
-        ConfigurationError: If it is no regular file, has more than `most` bytes, or cannot be read.
+        FileNotFoundError: If the file does not exist.
+        ConfigurationError: If the file is not regular, has more than `most` bytes, or cannot be read.
     """
     with naming_file(path):
         found = path.stat()
@@ -53,13 +53,13 @@ def open_regular(path: Path, mode: str = "rb", most: float = LARGEST) -> Iterato
 
 
 def _unreadable(path: Path, problem: str) -> ConfigurationError:
-    return ConfigurationError(problem, setting="FILE", value=str(path), remedy="Correct it, or move it away.")
+    return ConfigurationError(problem, setting="FILE", value=str(path), remedy="Correct the file, or move it away.")
 
 
 def table_of(module: str, name: str = "") -> Any:
-    """Return the YAML or JSON beside a module, given its `__file__`: of the module's name, or of another one.
+    """Return the content of a YAML or JSON file beside a module, given its `__file__`; the default is `<module>.yaml`.
 
-    For JSON, the tables of the losses, nothing is needed but torch.
+    The tables of the losses are JSON, so that the losses need torch alone.
     """
     path = Path(module).with_name(name or f"{Path(module).stem}.yaml")
     if path.suffix == ".json":
@@ -70,7 +70,7 @@ def table_of(module: str, name: str = "") -> Any:
 
 
 def shipped_folder(name: str) -> Path:
-    """Return a folder that is shipped with the package: its data if installed, else the repository's."""
+    """Return a folder that is shipped with the package: the installed one, or the repository's."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / name, package.parent / name):
         if folder.is_dir():
@@ -82,9 +82,9 @@ def shipped_folder(name: str) -> Path:
 def new_file(path: Path, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary path beside `path`, and rename it to `path` when the block ends without an error.
 
-    The folder is created. The file is on the disk before it gets its name. After an error there is no temporary file,
-    and `path` is as it was. A file that exists is an error, unless it may be replaced; a device, pipe or folder is one
-    in any case. Of a link, the file that it names is replaced.
+    The folder is created. The content is on the disk before the file gets its name. After an error the temporary file
+    is removed, and `path` is unchanged. An existing file is an error unless `replace` is set; a device, pipe or folder
+    is always an error. If `path` is a link, the file that the link points to is replaced.
     """
     require_regular(path, replace)
     path = path.resolve() if path.is_symlink() else path
@@ -109,7 +109,7 @@ def write_file(path: Path, content: str | bytes, replace: bool = False) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`, renamed to it when the block ends, and removed after an error."""
+    """Yield a temporary folder beside `path`; rename it to `path` when the block ends, or remove it after an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = _scratch(path)
     try:
@@ -123,7 +123,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _meant(path: Path, scratch: Path) -> Iterator[None]:
-    """Have what the system refuses of a scratch file, or of one without a name, said of the path that is meant."""
+    """Make a system error about the scratch file, or about no file, name the path that the caller gave."""
     try:
         yield
     except OSError as error:
@@ -131,7 +131,7 @@ def _meant(path: Path, scratch: Path) -> Iterator[None]:
             error.filename = str(path)
         raise
     except Exception as error:
-        if refused := re.search(r"\(os error (\d+)\)", str(error)):  # in the words of Rust, as safetensors has it
+        if refused := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors raises Rust's form of a system error
             raise OSError(int(refused[1]), os.strerror(int(refused[1])), str(path)) from error
         raise
 
@@ -146,5 +146,5 @@ def require_regular(path: Path, replace: bool = True) -> None:
 
 
 def _scratch(path: Path) -> Path:
-    """Return a new path beside another one. The suffix stays: some writers read it."""
+    """Return a new path beside another path, with the same suffix, because some writers read the suffix."""
     return path.with_name(f".{uuid.uuid4().hex[:12]}.{path.name}")

@@ -1,8 +1,8 @@
-"""Statistics that merge: those of chunks, micro-batches and ranks give that of the whole, in any order.
+"""Statistics that merge: chunks, micro-batches and ranks give the statistic of the whole batch, in any order.
 
 The mean of the maxima of micro-batches is not the maximum, and the mean of their effective sample sizes is not the
 effective sample size. So a statistic holds parts that merge without loss, and a formula that is applied once, after
-the last merge. A new kind of statistic is a dataclass whose fields say how they merge, as `Mean` below.
+the last merge. A new kind of statistic is a dataclass whose fields declare how they merge, as in `Mean` below.
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ def _merged_by(rule: Callable[[Any, Any], Any]) -> Callable[[], Any]:
     return functools.partial(field, metadata={"merge": rule})
 
 
-added = _merged_by(operator.add)  # a tensor that adds up
-smallest = _merged_by(torch.minimum)  # a tensor of which the smallest value survives
-largest = _merged_by(torch.maximum)  # or the largest
+added = _merged_by(operator.add)  # a tensor whose values are added
+smallest = _merged_by(torch.minimum)  # a tensor of which the smallest value is kept
+largest = _merged_by(torch.maximum)  # a tensor of which the largest value is kept
 joined = _merged_by(lambda mine, theirs: torch.cat([mine, theirs]))  # a 1-D tensor of which all values are kept
-same = _merged_by(_equal)  # a setting, which must be equal in all that is merged
+same = _merged_by(_equal)  # a setting, which must be equal in all merged statistics
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Statistic:
         return type(self)(*(rule(getattr(self, name), getattr(other, name)) for rule, name in pairs))
 
     def on_cpu(self) -> Self:
-        """Return the statistic with its tensors as float64 on the CPU, without graph."""
+        """Return the statistic with its tensors as float64 on the CPU, without a graph."""
         parts = [getattr(self, part.name) for part in dataclasses.fields(self)]
         return type(self)(*(part.detach().double().cpu() if isinstance(part, Tensor) else part for part in parts))
 
     def value(self) -> float:
-        """Return the metric; NaN where it is undefined (the mean of nothing)."""
+        """Return the metric; NaN if it is undefined (a mean without values)."""
         raise NotImplementedError
 
     def values(self, name: str) -> dict[str, float]:
@@ -66,18 +66,18 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Count(Statistic):
-    """Σ."""
+    """The sum of all totals."""
 
     total: Tensor = added()
 
     def value(self) -> float:
-        """Return it."""
+        """Return the sum."""
         return float(self.total)
 
 
 @dataclass(frozen=True)
 class Mean(Statistic):
-    """Σ total / Σ number, over pieces and over the elements of both."""
+    """The mean Σ total / Σ number, over all pieces and all elements."""
 
     total: Tensor = added()
     number: Tensor = added()
@@ -108,18 +108,18 @@ class Deviation(Mean):
 
 @dataclass(frozen=True)
 class Minimum(Statistic):
-    """The smallest; infinity in a piece without values, which changes nothing."""
+    """The smallest value; a piece without values holds infinity."""
 
     extreme: Tensor = smallest()
 
     def value(self) -> float:
-        """Return it."""
+        """Return the extreme value; NaN if it is not finite."""
         return self.extreme.item() if math.isfinite(self.extreme) else math.nan
 
 
 @dataclass(frozen=True)
 class Maximum(Minimum):
-    """The largest; minus infinity in a piece without values."""
+    """The largest value; a piece without values holds minus infinity."""
 
     extreme: Tensor = largest()
 
@@ -134,16 +134,16 @@ def spread(
 
 @dataclass(frozen=True)
 class Perplexity(Mean):
-    """e to the mean of -log p over tokens."""
+    """The perplexity: e to the power of the mean of -log p over tokens."""
 
     def value(self) -> float:
-        """Return the perplexity; infinite, and so left out of the metrics, where the mean is above 709 nats."""
+        """Return the perplexity. Above a mean of 709 nats it is infinite, and the metrics leave it out."""
         return (self.total / self.number).exp().item()
 
 
 @dataclass(frozen=True)
 class Correlation(Statistic):
-    """Pearson's, of x and y; sums of x and of d = y - x keep the digits of a small d: var y = var x + 2 cov + var d."""
+    """Pearson's correlation of x and y, from sums of x and of d = y - x, so that a small d keeps its digits."""
 
     number: Tensor = added()
     x: Tensor = added()
@@ -185,7 +185,7 @@ class Slope(Statistic):
 class RatioSampleSize(Statistic):
     """The effective sample size of ratios ρ = e^s, (Σρ)² / Σρ², and its share of the responses.
 
-    Sums are of e^(s - m), m the largest s, so that no exponent is positive.
+    The sums are over e^(s - m) with m the largest s, so that no exponent is positive.
     """
 
     number: Tensor = added()
@@ -194,7 +194,7 @@ class RatioSampleSize(Statistic):
     squares: Tensor = added()
 
     def merge(self, other: Self) -> Self:
-        """Bring the sums of both to the larger of the two maxima, then add."""
+        """Return both statistics together: bring their sums to the larger maximum, then add them."""
         top = torch.maximum(self.largest, other.largest)
         mine, theirs = (math.exp(part.largest - top) for part in (self, other))
         total = self.total * mine + other.total * theirs
@@ -219,7 +219,7 @@ MergeableT = TypeVar("MergeableT", bound=Mergeable)
 
 
 def merge_by_name(pieces: Iterable[Mapping[NameT, MergeableT]]) -> dict[NameT, MergeableT]:
-    """Merge the statistics, or sets of them, of pieces name by name; a piece need not have every name."""
+    """Return the statistics (or sets of statistics) of all pieces, merged by name; a piece may lack a name."""
     merged: dict[NameT, MergeableT] = {}
     for piece in pieces:
         for name, statistic in piece.items():
@@ -231,7 +231,7 @@ def merge_by_name(pieces: Iterable[Mapping[NameT, MergeableT]]) -> dict[NameT, M
 class StatisticSet:
     """Statistics by name that are merged and reported together."""
 
-    prefix: ClassVar[str]  # of the names of all metrics
+    prefix: ClassVar[str]  # the names of all metrics begin with it
     statistics: Mapping[str, Statistic] = field(default_factory=dict)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Settings as options of the command line: a class declares each once, and Typer's parameters are made from it."""
+"""Settings as options of the command line: a class declares each setting once, and Typer's parameters come from it."""
 
 import types
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from verl_precision.base.settings import command_option, fields_of
 
 
 def parameters_of(cls: type) -> list[Parameter]:
-    """Return a class's fields as parameters for Typer, its own ones before those of its bases."""
+    """Return a class's fields as parameters for Typer, its own fields before those of its base classes."""
     fields = fields_of(cls)
     own_first = dict.fromkeys(name for each in cls.__mro__ for name in vars(each).get("__annotations__", {}))
     return [_parameter(name, fields[name]) for name in own_first if name in fields]
@@ -33,7 +33,7 @@ def _parameter(name: str, field: FieldInfo) -> Parameter:
 
 
 def _typed(annotation: Any) -> tuple[Any, str | None]:
-    """Return the type that Typer reads, and the choices that it shows; what a value may be is left to pydantic."""
+    """Return the type that Typer reads, and the choices that Typer shows; pydantic checks the values."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return str, "|".join(inner)
@@ -49,7 +49,7 @@ def _typed(annotation: Any) -> tuple[Any, str | None]:
 
 
 def as_options(cls: type, values: Mapping[str, Any]) -> list[str]:
-    """Return values of a class's fields as options, without those that are its defaults."""
+    """Return the values of a class's fields as options, without default values."""
     words: list[str] = []
     for name, value in values.items():
         field = fields_of(cls)[name]
@@ -60,6 +60,6 @@ def as_options(cls: type, values: Mapping[str, Any]) -> list[str]:
         if isinstance(value, bool):
             words.append(flag if value else negative)
             continue
-        for each in value if isinstance(value, tuple) else [value]:  # a tuple's option is repeated
+        for each in value if isinstance(value, tuple) else [value]:  # one option for each value of a tuple
             words += [flag, f"{each:g}" if isinstance(each, float) else str(each)]
     return words

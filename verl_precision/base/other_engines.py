@@ -1,8 +1,8 @@
 """Translates the FSDP settings of presets and recipes for verl's Megatron engine.
 
-Presets and recipes state what they want in the settings of verl's FSDP engine. With `model_engine=megatron` verl's
-typed configs have no such blocks. Before verl gets the config, each setting is moved to the one that says the same
-there (engine_settings.yaml). What Megatron cannot do, and any other engine, is refused by name.
+Presets and recipes use the settings of verl's FSDP engine. With `model_engine=megatron`, verl's typed configs have no
+such blocks. So each setting is replaced by the Megatron setting with the same meaning (engine_settings.yaml), before
+verl reads the config. A setting that Megatron does not have, and any other engine, is an error.
 """
 
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ from verl_precision.base.verl_config import FSDP
 
 OWNERS = {"actor_rollout_ref.actor": "fsdp_config", "actor_rollout_ref.ref": "fsdp_config", "critic": "fsdp"}
 _ENGINE = "megatron"
-_VERLS = "bfloat16"  # what verl's typed configs have where no dtype was chosen
+_VERLS = "bfloat16"  # the default dtype of verl's typed configs
 
 
 def fit_to_engine(config: DictConfig) -> None:
-    """Move the FSDP settings of a composed config to those of `model_engine`.
+    """Replace the FSDP settings of a composed config by the settings of its `model_engine`.
 
     A config without presets of this package, or with FSDP, stays as it is.
 
     Raises:
-        ConfigurationError: If the engine cannot do what a setting asks for, or its own setting says otherwise.
+        ConfigurationError: If the engine does not support a setting, or one of its own settings contradicts it.
     """
     engine = str(config.get("model_engine", "dp"))
     if engine == "dp" or not any(OmegaConf.select(config, f"{path}.{block}") for path, block in OWNERS.items()):
@@ -42,20 +42,20 @@ def fit_to_engine(config: DictConfig) -> None:
         for path, name in OWNERS.items():
             owner = OmegaConf.select(config, path)
             block: Any = OmegaConf.to_container(owner.pop(name, None) or OmegaConf.create(), resolve=True)
-            if owner.strategy in FSDP:  # a scale has chosen it
+            if owner.strategy in FSDP:  # a scale preset has set it
                 owner.strategy = _ENGINE
             if not block:
                 continue
             for setting, value in _moved(words, f"{path}.{name}", block):
                 if path.endswith(".ref") and not setting.startswith("dtype"):
-                    continue  # it has no state and no optimizer, and its layout is the actor's
+                    continue  # the reference has no optimizer state, and its layout is the actor's
                 _put(config, f"{path}.{setting if setting.startswith('optim.') else f'{_ENGINE}.{setting}'}", value)
             if not path.endswith(".ref"):
                 _move_optimizer(words["optimizer"], owner)
 
 
 def _moved(words: dict[str, Any], path: str, block: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of Megatron's, with values, that say what the block of FSDP's says."""
+    """Yield the Megatron settings, with values, that have the meaning of a block of FSDP settings."""
     dtype = short((block.get("mixed_precision") or {}).get("param_dtype", "bf16"))
     if dtype not in words["dtypes"]:
         problem, allowed = "Megatron's typed config takes bfloat16 and float16 alone", " or ".join(words["dtypes"])
@@ -77,7 +77,7 @@ def _moved(words: dict[str, Any], path: str, block: dict[str, Any]) -> Iterator[
 
 
 def _move_optimizer(words: dict[str, str], owner: DictConfig) -> None:
-    """Say torch's arguments of Adam in Megatron's words."""
+    """Replace torch's arguments of Adam by Megatron's settings."""
     own = owner.optim.get("override_optimizer_config") or OmegaConf.create()
     given = {f"betas.{place}": beta for place, beta in enumerate(owner.optim.betas)}
     given |= {"eps": own.pop("eps")} if "eps" in own else {}
@@ -86,10 +86,10 @@ def _move_optimizer(words: dict[str, str], owner: DictConfig) -> None:
 
 
 def _put(node: DictConfig, setting: str, value: Any) -> None:
-    """Set a value; a recipe's own word about this engine's optimizer stays, and its own dtype must be the preset's."""
+    """Set a value. A recipe's own setting of this engine's optimizer stays; its own dtype must equal the preset's."""
     found = OmegaConf.select(node, setting)
     if setting.endswith(".dtype") and found not in (None, _VERLS, value):
-        problem, remedy = "it contradicts the precision preset, which sets the same", "Leave one of the two out."
+        problem, remedy = "it contradicts the precision preset, which sets this dtype", "Remove one of the two."
         raise ConfigurationError(problem, setting=setting, value=found, allowed=str(value), remedy=remedy)
     if found is None or "override_optimizer_config" not in setting:
         OmegaConf.update(node, setting, value, force_add=True)

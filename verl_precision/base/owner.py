@@ -1,13 +1,13 @@
 """A folder has one owner at a time: the process that holds the POSIX lock on the file `owner.txt` in it.
 
-The file has a line for each process that has owned the folder. The kernel removes the lock when the process ends,
-`kill -9` included, and its children do not inherit it. Limits:
+The file has a line for each process that has owned the folder. The kernel removes the lock when the process ends, also
+after `kill -9`. Child processes do not inherit the lock. Limits:
 
-* NFS: a lost host keeps its locks until its lease ends (NFSv4, usually 90 seconds) or it starts again (NFSv3); one
-  without network that goes on computing has lost its lock and does not know; mounted with `nolock` or `local_lock=all`,
-  processes of one host only are excluded.
-* A file system without locks (Lustre without `-o flock`) excludes nobody; that is logged as a warning.
-* The lock ends as soon as its process closes any handle of the file: only this module may open it.
+* NFS: a lost host keeps its locks until its lease ends (NFSv4, usually 90 seconds) or the host starts again (NFSv3). A
+  host that continues to compute without network has lost its lock and does not notice. With the mount option `nolock`
+  or `local_lock=all` the lock excludes only processes of the same host.
+* On a file system without locks (Lustre without `-o flock`) the lock excludes no process, and a warning is logged.
+* The lock ends as soon as its process closes any handle of the file, so only this module may open the file.
 """
 
 import errno
@@ -31,17 +31,17 @@ from verl_precision.base.state import MOST_BYTES, read_state
 OWNER_FILE = "owner.txt"
 LEASE_SECONDS = 180.0  # twice the usual lease of NFSv4
 _POLL_SECONDS = 5.0
-JOB_ID = "VERL_PRECISION_JOB"  # of a job that makes one run, and is tried again: recipes/launch/rayjob.py sets it
-RUN_MARK = "VERL_PRECISION_RUN"  # every process of a run of `compare` carries it, so that exactly those are ended
+JOB_ID = "VERL_PRECISION_JOB"  # id of a job that is started again for the same run; set by recipes/launch/rayjob.py
+RUN_MARK = "VERL_PRECISION_RUN"  # set in every process of a `compare` run, so that exactly these are ended
 _JOB_IDS = (JOB_ID, "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 logger = logging.getLogger("verl_precision")
-_held: dict[tuple[int, Path], IO[bytes]] = {}  # process and folder -> the locked file; a forked child holds nothing
-_one_at_a_time = threading.Lock()  # the kernel's lock lets other threads of this process pass
+_held: dict[tuple[int, Path], IO[bytes]] = {}  # process and folder -> the locked file; a forked child holds no lock
+_one_at_a_time = threading.Lock()  # the kernel's lock does not exclude other threads of this process
 
 
-@dataclass(frozen=True, config=ConfigDict(strict=True, extra="ignore"))  # a later version may say more
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="ignore"))  # a later version may add fields
 class Owner:
     """A present or former owner of a folder."""
 
@@ -51,7 +51,7 @@ class Owner:
     since: str
 
     def __str__(self) -> str:
-        """Return where to find the process."""
+        """Return process, host, job and start time as one text."""
         job = f" (job {self.job})" if self.job else ""
         return f"process {self.process} on {self.host}{job}, since {self.since}"
 
@@ -64,7 +64,7 @@ def this_job() -> str | None:
 def take(folder: Path, wait_seconds: float = 0.0) -> Owner | None:
     """Create and lock a folder until this process ends or calls `release`; return another process that owns it, if any.
 
-    With `wait_seconds`, ask again until then.
+    With `wait_seconds`, try again until that time has passed.
     """
     deadline = time.monotonic() + wait_seconds
     while (owner := _take(folder)) is not None and time.monotonic() < deadline:
@@ -121,7 +121,7 @@ def _text(file: IO[bytes]) -> str:
 
 
 def _owner(line: str) -> Owner | None:
-    """Return the owner that a line names; None where it is cut short, or rubbish."""
+    """Return the owner that a line names; None if the line is incomplete or unreadable."""
     try:
         return Owner(**json.loads(line)) if line.endswith("}\n") else None
     except (ValueError, TypeError, RecursionError):
@@ -129,7 +129,7 @@ def _owner(line: str) -> Owner | None:
 
 
 def _last(file: IO[bytes]) -> Owner:
-    """Return the owner of a locked file: it may not have written its line yet, or something is written behind it."""
+    """Return the owner in the last line of a locked file; unknown while the line is missing or unreadable."""
     lines = _text(file).rstrip().splitlines() or [""]
     return _owner(lines[-1] + "\n") or Owner("a host", 0, None, "an unknown time")
 

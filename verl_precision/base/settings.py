@@ -1,7 +1,7 @@
-"""Settings as pydantic dataclasses, and one translator from pydantic's error to ours.
+"""Settings as pydantic dataclasses, and the translation of pydantic's errors into ours.
 
-A class decorated with `@settings(command_option)` is a frozen dataclass. Where its field `responses: int = Field(ge=1)`
-is given 0, it raises `ConfigurationError`: "--responses 0: this cannot work. Allowed: greater than or equal to 1. ...".
+A class decorated with `@settings(command_option)` is a frozen dataclass. If its field `responses: int = Field(ge=1)` is
+0, the error is a `ConfigurationError`: "--responses 0: this cannot work. Allowed: greater than or equal to 1. ...".
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ def command_option(field: str) -> str:
 def option(
     *flags: str, help: str, default: Any = ..., argument: bool = False, recorded: bool = True, **bounds: Any
 ) -> Any:
-    """Declare a field that the command line sets; `base.options` makes Typer's parameter of it.
+    """Declare a field that the command line sets; `base.options` makes Typer's parameter from it.
 
-    `flags` are the option as it is typed, if not `command_option(name)`: the long form first, `--yes/--no` for a
-    switch; an `argument` is typed without one. Without a default it is required. `recorded` says whether it decides
-    the result. `bounds` are further arguments of pydantic's `Field`, such as `ge=1`.
+    `flags` are the forms of the option, if not `command_option(name)`: the long form first, `--yes/--no` for a switch.
+    An `argument` has no flag. A field without a default is required. `recorded` tells whether the field decides the
+    result. `bounds` are further arguments of pydantic's `Field`, such as `ge=1`.
     """
     typed: Any = {"flags": flags, "help": help, "argument": argument}
     title = flags[0].partition("/")[0] if flags else None
@@ -39,7 +39,7 @@ def option(
 
 
 def require_each_once(option: str, values: Sequence[object], allowed: str = "each once") -> None:
-    """Refuse an option that is repeated with one value."""
+    """Raise ConfigurationError if an option repeats a value."""
     if len(set(values)) < len(values):
         value = " ".join(map(str, values))
         raise ConfigurationError("one is given twice", setting=option, value=value, allowed=allowed)
@@ -59,14 +59,14 @@ def fields_of(cls: Any) -> dict[str, FieldInfo]:
 def settings(spell: Callable[[str], str], *, kw_only: bool = False) -> Callable[[type[T]], type[T]]:
     """Make a class a frozen pydantic dataclass whose errors are `ConfigurationError`.
 
-    A `__post_init__` checks what concerns several fields, and raises `ConfigurationError` itself. `spell` turns the
-    name of a field into the user's word for it: `command_option`, or `"mismatch.alarm.{}".format`. A field with a
-    `title` is called by its title; a field with a `description` has it for a remedy. With `kw_only` fields are given
-    by name alone, so that a class may add required ones to those of its base.
+    A `__post_init__` checks rules about several fields, and raises `ConfigurationError` itself. `spell` turns the name
+    of a field into the name that the user knows: `command_option`, or `"mismatch.alarm.{}".format`. A field's `title`
+    replaces this name in errors, and its `description` is the remedy. With `kw_only`, fields are given by name alone,
+    so that a class may add required fields to those of its base class.
     """
 
     def decorate(cls: type[T]) -> type[T]:
-        # forbid: an unknown setting is an error; the default is to ignore it.
+        # With forbid, an unknown setting is an error; by default pydantic ignores it.
         made: Any = dataclass(frozen=True, kw_only=kw_only, config=ConfigDict(extra="forbid"))(cls)
         validate = made.__init__
 
@@ -84,7 +84,7 @@ def settings(spell: Callable[[str], str], *, kw_only: bool = False) -> Callable[
 
 
 def _translated(error: ValidationError, cls: Any, spell: Callable[[str], str]) -> VerlPrecisionError:
-    """Return the first problem as setting, value, allowed, remedy."""
+    """Return our error for the first problem: setting, value, allowed values, remedy."""
     first = error.errors(include_url=False)[0]
     own = first.get("ctx", {}).get("error")
     if isinstance(own, VerlPrecisionError):  # raised by __post_init__

@@ -10,16 +10,16 @@ from typing import Any
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WAKE_SECONDS = 0.5
-_DEAF_SECONDS = 60.0  # longer than any cleaning; after them the first signal counts as lost, e.g. in a destructor
+_DEAF_SECONDS = 60.0  # longer than any clean-up; later the first signal counts as lost, e.g. in a destructor
 
 
 @contextmanager
 def ended_by_signals(process_ends: bool = False) -> Iterator[list[int]]:
     """Make Ctrl-C, SIGTERM and SIGHUP raise KeyboardInterrupt in the block; the yielded list gets the signal's number.
 
-    Those that follow it are not heard: they would break what the first has begun. Signals that are ignored (nohup), or
-    that somebody handles, stay so; in a thread other than the main one nothing changes. Where the process ends after
-    it, none is heard there either.
+    Later signals are ignored, because they would interrupt the clean-up that the first signal has begun. A signal that
+    is already ignored (nohup), or has another handler, stays as it is. In a thread other than the main thread nothing
+    changes. With `process_ends`, signals stay ignored after the block too.
     """
     heard: list[int] = []
     deaf_until = 0.0
@@ -45,8 +45,8 @@ def ended_by_signals(process_ends: bool = False) -> Iterator[list[int]]:
 def completed(futures: Collection[Future[Any]]) -> Iterator[Future[Any]]:
     """Yield futures as they complete, in the main thread, so that signals are handled meanwhile.
 
-    Of two signals at once the system may give both to another thread, and what this one waits for is not interrupted:
-    so it wakes up by itself.
+    The system may deliver two signals at once to another thread. The wait of this thread is then not interrupted, so it
+    also ends by a timeout.
     """
     pending = set(futures)
     while pending:

@@ -1,4 +1,4 @@
-"""State files from one start of a run to the next: read exactly as written, or refused with an error.
+"""State files that one start of a run leaves for the next: read exactly as written, or refused with an error.
 
 Such a file may have any content. It must be a regular file, not too large, UTF-8, and JSON or YAML of plain values. Its
 content is checked strictly: exact keys, no text for a number, no NaN, no infinity.
@@ -19,7 +19,7 @@ from verl_precision.base.files import open_regular
 
 T = TypeVar("T")
 
-STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # of a pydantic dataclass that is read back
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # for a pydantic dataclass read from a file
 MOST_BYTES, _DEEPEST, _SHOWN = 1 << 22, 100, 300
 _adapter = functools.cache(lambda kind: TypeAdapter(kind, config=STRICT))
 
@@ -39,7 +39,7 @@ def read_state(path: Path, read: Callable[[Any], T], remedy: str) -> T | None:
     """Return the result of `read` on a file's JSON, YAML or text; None if there is no file.
 
     Raises:
-        CheckpointStateError: If it cannot be opened or understood, or `read` raises.
+        CheckpointStateError: If the file cannot be opened or parsed, or `read` raises.
     """
     with refused_in_words(str(path), remedy):
         try:
@@ -70,7 +70,7 @@ def require_fields(kind: type, state: Mapping[str, Any]) -> None:
 
 
 def plain_yaml(text: str) -> Any:
-    """Return the values of YAML; aliases and deep nesting are refused."""
+    """Return the values of YAML; aliases and deep nesting raise ValueError."""
     import yaml
 
     loader, depth = getattr(yaml, "CSafeLoader", yaml.SafeLoader), 0

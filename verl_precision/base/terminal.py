@@ -1,4 +1,4 @@
-"""Tables and paragraphs on a terminal, with one look for all verbs; long text is wrapped, not cut."""
+"""Tables and paragraphs on a terminal, in one style for all verbs; long text is wrapped, not cut."""
 
 import re
 import textwrap
@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-# What a terminal obeys, what turns the direction of a line, and halves of characters, which no file can hold.
+# Control characters, characters that change the direction of a line, and lone surrogates, which no file can hold.
 _UNSEEN = re.compile("[\x00-\x08\n-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -28,8 +28,8 @@ def terminal_table(
 ) -> Table:
     """Return a table for a console, with or without a frame.
 
-    The first columns, as many as `words`, stand at the left; the others are numbers, at the right, below a heading of
-    one word a line, which do not fold on a narrow console. Rows with the numbers `red` are red.
+    The first `words` columns are text, aligned left. The other columns are numbers, aligned right, below a heading with
+    one word on each line; they do not fold on a narrow console. Rows whose numbers are in `red` are red.
     """
     table = Table(title=title, title_justify="left", box=HEAVY_HEAD if framed else None, header_style="bold")
     for number, column in enumerate(columns):

@@ -1,8 +1,8 @@
-"""The dtypes of a composed config, and the setting that decides each.
+"""The dtypes of a composed config, and the setting that decides each dtype.
 
-As verl 0.9.1 does it: FSDP computes in `mixed_precision.param_dtype` (BF16 where it is not set) and never reads
-`dtype`; Megatron reads `dtype`, and its optimizer keeps FP32 weights; VeOmni and TorchTitan compute in BF16 whatever is
-set, and VeOmni's weights are FP32 with `mixed_precision=True` alone.
+In verl 0.9.1, FSDP computes in `mixed_precision.param_dtype` (BF16 if it is not set) and never reads `dtype`. Megatron
+reads `dtype`, and its optimizer keeps FP32 weights. VeOmni and TorchTitan always compute in BF16, and VeOmni's weights
+are FP32 only with `mixed_precision=True`.
 """
 
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from verl_precision.base.errors import ConfigurationError
 FSDP = ("fsdp", "fsdp2")
 ULYSSES = "ulysses_sequence_parallel_size"
 ROLLOUT = "actor_rollout_ref.rollout"
-# Rollouts whose server, as verl drives it, gives the log-probs of a prompt and ends a response where it is asked to.
+# Rollouts whose server, as verl uses it, returns the log-probs of a prompt and ends a response at given stop texts.
 PROMPT_LOG_PROBS = ("vllm", "sglang")
-# verl's V1 trainers, and what stands before the name of the variant of each that measures the mismatch.
+# verl's V1 trainers, and the prefix in the name of the variant of each that measures the mismatch.
 MODES, PREFIX = ("sync", "colocate_async", "separate_async"), "vp_"
-# Our agent loop, and what it reads in `rollout.custom`.
+# Our agent loop, and the keys that it reads in `rollout.custom`.
 AGENT_LOOP, OF_LOOP = "vp_single_turn", ("stop", "min_p", "sampling_masks", "seeded", "mark_truncated")
 SEEDED = f"{ROLLOUT}.custom.seeded"
 BUFFER = "trainer.v1.sampler.custom_sampler.name"
 BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
-# verl's checkpoint engines that cast weights to BF16 on their way (delta_sharded in its FSDP engine). The others carry
-# weights as they are: nccl and nixl keep `rollout_dtype`, and read it nowhere.
+# verl's checkpoint engines that cast weights to BF16 on their way (delta_sharded in verl's FSDP engine). The others
+# send weights unchanged: nccl and nixl store `rollout_dtype`, but never read it.
 CASTING = ("kimi_ckpt_engine", "mooncake", "delta_sharded")
 
 
@@ -41,14 +41,14 @@ class Engine:
     compute: str  # dtype of forward and backward
     reduce: str  # dtype of the gradient reduction
     master: str  # dtype of the parameters the optimizer updates
-    source: str  # the setting `compute` comes from
-    sources: tuple[str, str]  # those that `master` and `reduce` come from
+    source: str  # the setting that `compute` comes from
+    sources: tuple[str, str]  # the settings that `master` and `reduce` come from
     ours: bool  # whether it is this package's engine, which has its own settings and guards
-    ulysses: tuple[str, int]  # setting that splits sequences over ranks, by Ulysses or otherwise, and over how many
+    ulysses: tuple[str, int]  # setting that splits sequences over ranks, and the number of ranks
 
     @property
     def trains(self) -> bool:
-        """Whether an optimizer updates it."""
+        """Whether an optimizer updates the engine's weights."""
         return self.optim is not None
 
     @property
@@ -64,7 +64,7 @@ class Engine:
     @property
     def half_master(self) -> bool:
         """Whether one of torch's optimizers updates 16-bit weights; this package's engine refuses that by itself."""
-        optimizer = (self.optim or {}).get("optimizer_impl", "torch.optim")  # torchao's are made for it
+        optimizer = (self.optim or {}).get("optimizer_impl", "torch.optim")  # torchao's support it
         return self.verls_fsdp and self.master in HALF and self.trains and optimizer.startswith("torch.optim")
 
 
@@ -73,9 +73,9 @@ def engines(config: DictConfig) -> list[Engine]:
     model = config.actor_rollout_ref
     found = [_engine("actor", "actor_rollout_ref.actor", model.actor)]
     asked = config.algorithm.get("use_kl_in_reward") or model.actor.use_kl_loss  # verl's need_reference_policy
-    if asked and not lora_rank(config) and not model.model.get("lora_adapter_path"):  # else the actor without adapter
+    if asked and not lora_rank(config) and not model.model.get("lora_adapter_path"):  # LoRA: actor without adapter
         found.append(_engine("ref", "actor_rollout_ref.ref", model.ref))
-    # need_critic, which also warns
+    # as in verl's need_critic, which also warns
     enabled = config.critic.get("enable")
     if enabled or (enabled is None and config.algorithm.adv_estimator == "gae"):
         found.append(_engine("critic", "critic", config.critic))
@@ -109,7 +109,7 @@ def _engine(role: str, path: str, owner: DictConfig) -> Engine:
         master = "fp32" if node.get("mixed_precision") else "bf16"
         sources = f"{setting}.mixed_precision", f"{path}.strategy={strategy}"
     ours = str(node.get("_target_", "")).startswith("verl_precision.")
-    # verl takes the first, which it calls deprecated, where that is above 1
+    # verl uses the first setting, which it calls deprecated, if its value is above 1
     own = {"veomni": "ulysses_parallel_size", "megatron": "context_parallel_size"}.get(strategy, ULYSSES)
     sizes = {f"{path}.{ULYSSES}": int(owner.get(ULYSSES) or 1), f"{setting}.{own}": int(node.get(own) or 1)}
     ulysses = max(sizes.items(), key=lambda each: each[1])
@@ -128,10 +128,10 @@ def rollout_dtype(config: DictConfig) -> str:
 
 
 def other_trainer(config: DictConfig) -> str | None:
-    """Return the main, or the setting, with which verl does not start its V1 trainer; None where it does."""
+    """Return the program, or the setting, with which verl does not start a V1 trainer; None if it starts one."""
     if "async_training" in config:
         return "verl.experimental.fully_async_policy.fully_async_main"
-    if OmegaConf.select(config, "rollout.nnodes") is not None:  # of GPUs beside the trainer's
+    if OmegaConf.select(config, "rollout.nnodes") is not None:  # the rollout has GPUs of its own
         return "verl.experimental.one_step_off_policy.main_ppo"
     return None if config.trainer.get("use_v1", True) else "trainer.use_v1=False"
 
@@ -144,13 +144,13 @@ def trainer_to_start(config: DictConfig) -> str:
 
 
 def sync_backend(config: DictConfig) -> str:
-    """Return the checkpoint engine that carries weights to the rollout; verl's V1 trainers on its GPUs take `naive`."""
+    """Return the checkpoint engine that sends weights to the rollout; `naive` for V1 trainers on the rollout's GPUs."""
     beside = not other_trainer(config) and not str(config.trainer.v1.trainer_mode).endswith("separate_async")
     return "naive" if beside else str(OmegaConf.select(config, BACKEND) or "naive")
 
 
 def quantisations(config: DictConfig) -> dict[str, str]:
-    """Return vLLM's name of each grid below 16 bits on which the rollout keeps weights or cache, by its setting."""
+    """Return setting -> vLLM's name of the format, for weights or cache that the rollout keeps in under 16 bits."""
     kwargs = engine_kwargs(config)
     weights = kwargs.get("quantization") or config.actor_rollout_ref.rollout.get("quantization")
     place = "engine_kwargs.vllm.quantization" if kwargs.get("quantization") else "quantization"
@@ -175,7 +175,7 @@ def lora_rank(config: DictConfig) -> int:
 
 
 def transport_dtype(config: DictConfig) -> tuple[str, str]:
-    """Return the dtype of weights on their way to the rollout, and where it comes from."""
+    """Return the dtype of weights on their way to the rollout, and the setting that decides it."""
     actor = engines(config)[0]
     backend = sync_backend(config)
     if backend in CASTING:
@@ -190,11 +190,11 @@ def transport_dtype(config: DictConfig) -> tuple[str, str]:
 
 
 def missing_log_probs(problem: str) -> ConfigurationError:
-    """Return the error for a rollout that keeps its log-probs to itself."""
+    """Return the error for a rollout that does not return its log-probs."""
     setting = f"{ROLLOUT}.calculate_log_probs"
     return ConfigurationError(problem, setting=setting, value=False, allowed="True", remedy=f"Set {setting}=True.")
 
 
 def is_repeatable(config: DictConfig) -> bool:
-    """Return whether a run is to repeat bit for bit."""
+    """Return whether a run must repeat bit for bit."""
     return OmegaConf.select(config, SEEDED) is True

