@@ -11,14 +11,14 @@ from verl_precision.base.errors import ConfigurationError
 VARIABLE = "VERL_PRECISION_ARITHMETIC"  # set by the preset, in every process of Ray
 ARITHMETIC_SETTING = f"ray_kwargs.ray_init.runtime_env.env_vars.{VARIABLE}"
 SETTING = "arithmetic"
-# What an operation computes in, inside; None: the kernels that torch and vLLM choose.
+# The dtype inside an operation; None: the kernels that torch and vLLM choose.
 INNER = {"native": None, "rounded_once": torch.float32, "exact": torch.float64}
 # Model types, and how the names of their modules begin in transformers.
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
 def arithmetic_in_use() -> str:
-    """Return the name of the arithmetic that this process was asked for."""
+    """Return the name of the arithmetic that is set for this process."""
     name = os.environ.get(VARIABLE) or "native"
     if name not in INNER:
         problem = f"there is no arithmetic of this name (variable {VARIABLE})"
@@ -27,24 +27,24 @@ def arithmetic_in_use() -> str:
 
 
 def inner_dtype() -> torch.dtype | None:
-    """Return the `inner` of operations; None if the hosts' kernels are to be used."""
+    """Return the dtype inside operations; None for the hosts' own kernels."""
     return INNER[arithmetic_in_use()]
 
 
 def refused(problem: str, allowed: str, remedy: str = "Choose arithmetic=native.") -> ConfigurationError:
-    """Return the error for something whose operations are not all rounded once."""
+    """Return the error for a model or setting with operations that are not rounded once."""
     return ConfigurationError(problem, setting=SETTING, value=arithmetic_in_use(), allowed=allowed, remedy=remedy)
 
 
 def require(needed: Mapping[str, Any], problem: str) -> None:
-    """Refuse what has a problem unless all that is needed, by words of it, holds."""
+    """Raise an error with this problem unless every condition in `needed` (its words -> whether it holds) is true."""
     for allowed, holds in needed.items():
         if not holds:
             raise refused(problem, allowed)
 
 
 def require_family(config: Any) -> None:
-    """Refuse a model (its config in transformers) that has operations which are not rounded once."""
+    """Raise an error for a model (its transformers config) with operations that are not rounded once."""
     if config.model_type not in FAMILIES:
         raise refused(f"a model of type {config.model_type!r} has other operations", ", ".join(FAMILIES))
     if config.hidden_act != "silu":
@@ -55,4 +55,4 @@ def require_family(config: Any) -> None:
         raise refused("the model has layers with a sliding window", "full attention in every layer")
     rope = config.rope_parameters
     if rope["rope_type"] != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise refused(f"the model's rotary embedding is {rope}", "rope_type default, of all places")
+        raise refused(f"the model's rotary embedding is {rope}", "rope_type default, over all dimensions")

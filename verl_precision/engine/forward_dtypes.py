@@ -21,7 +21,7 @@ class ForwardDtypes:
     """Hooks that record the dtype of each matrix product's result."""
 
     def __init__(self, module: nn.Module, role: str, expected: torch.dtype, exempt: nn.Module | None = None) -> None:
-        """Put a hook on every module with a matrix that multiplies, but for `exempt`; `role` names the engine."""
+        """Put a hook on every module with a weight matrix, except embeddings and `exempt`; `role` names the engine."""
         self.expected, self._role = expected, role
         self.seen: Counter[torch.dtype] = Counter()  # number of products since the last `check`
         self._wrong: dict[str, torch.dtype] = {}
@@ -67,7 +67,7 @@ class ForwardDtypes:
 
 
 def compute_head_in_fp32(model: nn.Module) -> nn.Module:
-    """Make the output head of a Hugging Face model, not sharded yet, compute x·Wᵀ + b in FP32, and return it."""
+    """Make the output head of a Hugging Face model, not sharded yet, compute x·Wᵀ + b in FP32; return it."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     if type(head) is not nn.Linear:
         raise ConfigurationError(

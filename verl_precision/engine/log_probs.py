@@ -3,11 +3,11 @@
 vLLM divides by the temperature and takes the log-softmax in FP32. A trainer that does either in 16 bits adds a
 rounding of the result (2⁻⁸ relative in BF16, 2⁻¹¹ in FP16) to the mismatch.
 
-A rollout with truncated sampling (top-k, top-p, min-p) draws from μ(·)/μ(S), where S is what was kept at that place. A
-trainer that takes π over the whole vocabulary compares two distributions: the ratio is off by π(S), and the gradient
-moves probability to tokens that cannot be drawn. With a sampling mask both are renormalised over S, which was the
-rollout's and is data by now. The agent loop asks for it, the vLLM server adds it to its answer
-(`integration/rollout/vllm_sampling_masks.py`), and it travels as a field of the sample to each micro-batch.
+A rollout with truncated sampling (top-k, top-p, min-p) draws from μ(·)/μ(S), where S are the tokens kept at a place. A
+trainer that takes π over the whole vocabulary compares two distributions: the ratio is wrong by the factor π(S), and
+the gradient moves probability to tokens that cannot be drawn. With a sampling mask both policies are renormalised over
+the rollout's S, a constant. The agent loop requests the mask, the vLLM server adds it to its answer
+(`integration/rollout/vllm_sampling_masks.py`), and the mask reaches each micro-batch as a field of the sample.
 
 Shapes: N packed tokens, V vocabulary, R tokens of a response, M kept tokens of all places together.
 """
@@ -23,19 +23,19 @@ from torch import Tensor
 _MIN_TEMPERATURE = 1e-8
 # exp(-200) is 0 in FP32; keeps 0·(-inf) out of the entropy's gradient where a logit is masked with -inf.
 _MIN_LOG_P = -200.0
-MASK_REQUEST_KEY = "verl_precision_kept_tokens"  # how many tokens the rollout should say at each place
+MASK_REQUEST_KEY = "verl_precision_kept_tokens"  # how many tokens the rollout should return at each place
 MASK_ANSWER_KEY = "kept_tokens"
 MASK_FIELD = "sampling_mask"
 
 
 class SamplingMask(NamedTuple):
-    """Of each of N places, which tokens were kept; a place with none was not truncated."""
+    """The tokens that were kept at each of N places; a place without tokens was not truncated."""
 
     starts: list[int]  # N + 1 numbers: where the tokens of each place begin
     ids_M: Tensor
 
     def mask_(self, x_CV: Tensor, rows: slice) -> Tensor:
-        """Set to -inf, in place, what was not kept; x_CV are the logits of the places `rows`."""
+        """Set the logits of dropped tokens to -inf, in place; x_CV are the logits of the places `rows`."""
         starts = torch.tensor(self.starts[rows.start : rows.stop + 1])
         kept_C = starts.diff().to(x_CV.device)
         ids = self.ids_M[starts[0] : starts[-1]]
@@ -45,7 +45,7 @@ class SamplingMask(NamedTuple):
 
 
 def pack(counts_R: np.ndarray, ids: np.ndarray) -> Tensor:
-    """Return the mask of a response as it travels, int32: R, R counts (0: all kept), then as many ids."""
+    """Return the mask of a response as one int32 tensor: R, then R counts (0: all kept), then the ids."""
     ids = ids[: counts_R.sum()]
     return torch.from_numpy(np.concatenate([[len(counts_R)], counts_R, ids]).astype(np.int32))
 
@@ -53,8 +53,8 @@ def pack(counts_R: np.ndarray, ids: np.ndarray) -> Tensor:
 def unpack(packed: Sequence[Tensor | None], lengths: Sequence[int], labels_N: Tensor) -> SamplingMask:
     """Return the masks of packed sequences, at the places that predict their tokens (`labels_N`).
 
-    `packed` holds of each sequence the result of `pack`, or None where it was not truncated; `lengths` are of prompt
-    and response. A mask longer than its sequence, or without the drawn token, is an error.
+    `packed` has the result of `pack` for each sequence, or None if it was not truncated; `lengths` count prompt and
+    response. A mask longer than its sequence, or without the drawn token, is an error.
     """
     counts, ids = [], []
     for mask, length in zip(packed, lengths, strict=True):
@@ -95,11 +95,11 @@ def log_probs_and_entropy(
         logits_NV: Model outputs, any float dtype; kept for the backward as they are.
         labels_N: Token ids, int64.
         temperature_N: Temperature of each token, FP32.
-        chunk_tokens: Tokens whose FP32 logits exist at a time, at least 1; the extra memory is a few times
+        chunk_tokens: Tokens whose FP32 logits exist at one time, at least 1; the extra memory is a few times
             chunk_tokens·V·4 bytes.
         with_entropy: Whether to compute H.
-        kept: The tokens that each was drawn from; logsumexp, p and H are then over these. None: over the vocabulary.
-        inner: What the log-softmax computes in, rounded once to FP32; None: FP32.
+        kept: The tokens that a label was drawn from; logsumexp, p and H are then over these. None: over the vocabulary.
+        inner: Dtype of the log-softmax, whose result is rounded once to FP32; None: FP32.
 
     Returns:
         Log-probs and entropy (None without), FP32, shape (N,), in nats.
@@ -156,12 +156,12 @@ class _LogProbs(torch.autograd.Function):
 def log_softmax(x: Tensor, *, inner: torch.dtype) -> Tensor:
     """Return log softmax over the last dimension in FP32, without a gradient.
 
-    The largest is left out of the sum: so the log-prob of a nearly certain token keeps all of its digits.
+    The largest logit is left out of the sum, so that the log-prob of a nearly certain token keeps all its digits.
     """
     distance = x.to(inner)
     largest = distance.max(-1, keepdim=True)
     distance = distance - largest.values
-    itself = largest.values - largest.values  # 0, or not a number where a logit has overflown
+    itself = largest.values - largest.values  # 0, or NaN where a logit has overflowed
     others = distance.exp().scatter_(-1, largest.indices, 0.0).sum(-1, keepdim=True) + itself
     return (distance - others.log1p()).float()
 

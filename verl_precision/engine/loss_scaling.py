@@ -1,7 +1,7 @@
 """Loss scaling: torch's sharded gradient scaler, with settings, bounds, a report on each step and exact state.
 
-The arithmetic is torch's (`ShardedGradScaler`). Additions: the device is the engine's (torch's default, "cuda",
-switches itself off elsewhere), the loss is scaled in FP32, the scale stays within bounds, each step says what happened,
+The arithmetic is torch's (`ShardedGradScaler`). Additions: the device is the engine's (torch's default, "cuda", turns
+the scaler off elsewhere), the loss is scaled in FP32, the scale stays within bounds, each step reports its outcome,
 and a small JSON file beside verl's shards lets a resumed run continue exactly.
 """
 
@@ -26,7 +26,7 @@ from verl_precision.base.state import STRICT, read_state, refused_in_words
 from verl_precision.engine.settings import LossScaleSettings
 
 FILE_NAME = "loss_scale.json"
-# Elements looked at for the underflow fraction: one in a million of a 65 B-parameter shard, all of a tiny model.
+# Elements sampled for the underflow fraction: one in a million of a 65 B-parameter shard, all of a tiny model.
 _SAMPLE = 1 << 16
 _SHOWN = 5  # parameters named in an error message
 _DELETE = f"Restore {FILE_NAME}, or delete it to start from loss_scale.initial."
@@ -42,13 +42,13 @@ class ScalerStep(NamedTuple):
 
     @property
     def skipped(self) -> bool:
-        """Whether the parameters were left as they were."""
+        """Whether the parameters were left unchanged."""
         return self.overflow_ranks > 0
 
 
 @dataclass(frozen=True, config=STRICT)
 class _State:
-    """What a run needs to go on exactly."""
+    """The state that a run needs to continue exactly."""
 
     scale: float = Field(gt=0)
     growth_tracker: int = Field(ge=0, lt=2**31)  # updates since the scale last changed; torch's counter has 32 bits
@@ -56,7 +56,7 @@ class _State:
 
 
 class LossScaler(ShardedGradScaler):
-    """`ShardedGradScaler` with what the module's docstring lists; verl uses it like its own."""
+    """`ShardedGradScaler` with the additions in the module's docstring; verl uses it like its own scaler."""
 
     def __init__(self, settings: LossScaleSettings, device: str) -> None:
         """Create the scaler for a type of device, "cpu" or "cuda"; an error if torch cannot scale on it here."""
@@ -105,12 +105,12 @@ class LossScaler(ShardedGradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
-        # torch does not wait for the copies of both values to the gradients' devices. Under `offload_policy` one can
-        # land after the CPU has read 1/S, or over the 1.0 of "found inf". `.cpu()` waits.
+        # torch does not wait for the copies of both values to the gradients' devices. With `offload_policy` a copy can
+        # arrive after the CPU has read 1/S, or overwrite the 1.0 of "found inf". `.cpu()` waits.
         return super()._unscale_grads_(optimizer, inv_scale.cpu(), found_inf.cpu(), allow_fp16)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Grow or back off as torch does, then keep the scale within the bounds of the settings."""
+        """Let the scale grow or back off as in torch, then keep it within the bounds of the settings."""
         at_minimum = self.get_scale() <= self.settings.bounds()[0]
         super().update(new_scale)
         if self.last_step is not None:
@@ -125,15 +125,15 @@ class LossScaler(ShardedGradScaler):
         return self.steps_at_minimum >= self.settings.stop_after_steps_at_minimum
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a run needs to go on exactly: scale, growth counter, steps at the minimum."""
+        """Return the state that a run needs to continue exactly: scale, growth counter, steps at the minimum."""
         state = super().state_dict()
         scale, tracker = state["scale"], state["_growth_tracker"]
         return {"scale": scale, "growth_tracker": tracker, "steps_at_minimum": self.steps_at_minimum}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state, or that of torch's scaler; factors, interval and bounds stay those of the settings.
+        """Restore a state of this scaler or of torch's; factors, interval and bounds stay those of the settings.
 
-        If it is none, or of a run that had to stop, `CheckpointStateError` is raised and nothing is changed.
+        A wrong state, or the state of a run that had to stop, raises `CheckpointStateError` and changes nothing.
         """
         interval = self.get_growth_interval()
         with refused_in_words("the state of the loss scale", _DELETE):
@@ -143,7 +143,7 @@ class LossScaler(ShardedGradScaler):
             if state.steps_at_minimum >= self.settings.stop_after_steps_at_minimum:
                 most = self.settings.stop_after_steps_at_minimum
                 raise ValueError(f"steps_at_minimum={state.steps_at_minimum}: stop_after_steps_at_minimum={most}")
-        scale, tracker = self._within_bounds(state.scale), min(state.growth_tracker, interval - 1)  # torch asks for ==
+        scale, tracker = self._within_bounds(state.scale), min(state.growth_tracker, interval - 1)  # torch tests ==
         super().load_state_dict({**super().state_dict(), "scale": scale, "_growth_tracker": tracker})
         self.steps_at_minimum = state.steps_at_minimum
 
@@ -155,7 +155,7 @@ class LossScaler(ShardedGradScaler):
 def underflow_fraction(scaled_gradients: Iterable[Tensor]) -> float:
     """Return the share of non-zero elements, of about 65536, below FP16's smallest normal number, |S·g| < 2⁻¹⁴.
 
-    They have lost bits, and smaller neighbours are already zero.
+    Such elements have lost bits, and smaller ones are already zero.
     """
     flat = [gradient.detach().reshape(-1) for gradient in scaled_gradients]
     if not flat:
@@ -173,7 +173,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def diagnosis(scaler: LossScaler, named_parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """Say why a run cannot go on with its loss scale at the minimum, and name parameters with non-finite gradients."""
+    """Return why a run cannot continue at the minimum loss scale, and which parameters have non-finite gradients."""
     bad = {id(parameter) for parameter in scaler.nonfinite}
     names = [name.replace("_fsdp_wrapped_module.", "") for name, parameter in named_parameters if id(parameter) in bad]
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
@@ -181,8 +181,8 @@ def diagnosis(scaler: LossScaler, named_parameters: Iterable[tuple[str, Tensor]]
     return (
         f"The last {scaler.steps_at_minimum} optimizer steps were skipped while the loss scale was at its minimum, "
         f"loss_scale.minimum={scaler.settings.bounds()[0]:g}, on {ranks} rank(s); non-finite gradients on this rank: "
-        f"{shown or 'none'}. So small a scale does not overflow by itself: the forward does (activations beyond "
-        "FP16's 65504), or the loss or the data hold inf or NaN. Allowed are fewer such steps than "
+        f"{shown or 'none'}. The scale is too small to cause this: the forward overflows (activations beyond "
+        "FP16's 65504), or the loss or the data have inf or NaN. Allowed are fewer such steps than "
         f"loss_scale.stop_after_steps_at_minimum={scaler.settings.stop_after_steps_at_minimum}. Look at loss and "
         "grad_norm of the steps before. Remedy: lower the learning rate, mend the data, or train with precision=bf16."
     )
@@ -192,18 +192,18 @@ class StepReport:
     """Collects the optimizer steps (mini-batches) of one training step."""
 
     def __init__(self) -> None:
-        self.skipped: list[bool] = []  # of each optimizer step, whether it left the parameters as they were
+        self.skipped: list[bool] = []  # of each optimizer step, whether it left the parameters unchanged
         self._steps: list[ScalerStep] = []
         self._applied_since_schedule = False
 
     def add(self, skipped: bool, step: ScalerStep | None = None) -> None:
-        """Record one optimizer step; with a scaler also what it says of it."""
+        """Record one optimizer step; with a scaler, also the scaler's report on the step."""
         self._steps += [] if step is None else [step]
         self.skipped.append(skipped)
         self._applied_since_schedule |= not skipped
 
     def metrics(self, scaler: LossScaler | None) -> dict[str, float]:
-        """Return the metrics of the steps recorded since the last call (docs/metrics.md), and start anew."""
+        """Return the metrics of the steps recorded since the last call (docs/metrics.md), and clear the record."""
         found = {"precision/skipped_steps": float(sum(self.skipped))}
         if scaler is not None:
             underflow = [step.underflow_fraction for step in self._steps]
@@ -228,7 +228,7 @@ def save_scaler(scaler: LossScaler, folder: str) -> None:
 def load_scaler(scaler: LossScaler, folder: str) -> None:
     """Restore the scaler's state, which rank 0 reads for all, or raise `CheckpointStateError` on every rank.
 
-    Without a state, warn and go on with the scaler as it is.
+    Without a state, log a warning and keep the scaler as it is.
     """
     message: list[Any] = [None]
     if dist.get_rank() == 0:

@@ -5,8 +5,8 @@ Then other weights compute the token, and a higher precision elsewhere does not 
 rollout (R3 of https://arxiv.org/abs/2510.11370), or of the trainer's own earlier forward pass (R2).
 The weights of the experts are the trainer's own probabilities of the chosen ones, through which gradients flow.
 
-transformers' routers choose by one `torch.topk` over all experts. That call is answered here, while a router runs, also
-in the second forward of gradient checkpointing; nothing else of the model is touched.
+transformers' routers choose by one `torch.topk` over all experts. While a router runs, this module replaces the result
+of that call, also in the second forward of gradient checkpointing. Nothing else in the model changes.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ AGREEMENT, CHANGED = "mismatch/routing_agreement", "mismatch/routing_changed_fra
 
 
 class Choice(NamedTuple):
-    """Of one router in one forward; integer [tokens, top_k] each."""
+    """The experts of one router in one forward; integer [tokens, top_k] each."""
 
-    own: Tensor  # what it would have chosen by itself
-    used: Tensor  # what was computed with
+    own: Tensor  # the router's own choice
+    used: Tensor  # the choice that the forward used
 
 
 class ReplayedRouters:
@@ -58,12 +58,12 @@ class ReplayedRouters:
             setattr(module, method, route)
 
     def replay(self, experts_NLk: Tensor | None, known_N: Tensor | None = None) -> None:
-        """Answer the routers with these choices from now on; they choose by themselves where `known_N` is False."""
+        """Give the routers these choices from now on; where `known_N` is False, a router's own choice is used."""
         self._replayed, self._known = experts_NLk, known_N
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[dict[int, Choice]]:
-        """Inside, keep what the routers choose: layer -> choice, filled by the forward."""
+        """Yield layer -> choice of its router, which a forward inside the block fills."""
         self._seen = {}
         try:
             yield self._seen
@@ -89,7 +89,7 @@ class ReplayedRouters:
 
 
 class _Answer(TorchFunctionMode):
-    """Answers the one `torch.topk` by which a router chooses."""
+    """Replaces the result of the one `torch.topk` by which a router chooses."""
 
     def __init__(self, experts: int, top_k: int, replayed_Nk: Tensor | None, known_N: Tensor | None) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class _Answer(TorchFunctionMode):
 
 
 def routing_agreement(seen: Mapping[int, Choice], rollout_NLk: Tensor, known_N: Tensor) -> dict[str, Statistic]:
-    """Return the share of choices computed with that are the rollout's, over all layers and of each, of known tokens.
+    """Return the share of used choices that equal the rollout's, of known tokens, over all layers and for each layer.
 
     `mismatch/routing_changed_fraction` is the share of the trainer's own choices that replay has changed.
     """
@@ -129,14 +129,14 @@ def routing_agreement(seen: Mapping[int, Choice], rollout_NLk: Tensor, known_N: 
 
 
 def equal_choices(one_Nk: Tensor, other_Nk: Tensor, known_N: Tensor) -> Mean:
-    """Return the share of one's choices that are the other's too; a token's experts are a set."""
+    """Return the share of the first choices that are also in the second; a token's experts are a set."""
     other_Nk, known_N = other_Nk.to(one_Nk.device, one_Nk.dtype), known_N.to(one_Nk.device)
     equal_Nk = (one_Nk.unsqueeze(-1) == other_Nk.unsqueeze(-2)).any(dim=-1) & known_N.unsqueeze(-1)
     return Mean(equal_Nk.sum().double(), (known_N.sum() * one_Nk.shape[-1]).double())
 
 
 def known_tokens(experts_NLk: Tensor, offsets: Tensor) -> Tensor:
-    """Return [N] bool: the tokens of which a rollout knows its choice; packed sequences begin at `offsets` ([B + 1]).
+    """Return [N] bool: the tokens whose choice the rollout returned; packed sequences begin at `offsets` ([B + 1]).
 
     The last token of a sequence never went through the rollout's model; verl fills missing rows with 0 in all layers.
     """
@@ -148,7 +148,7 @@ def known_tokens(experts_NLk: Tensor, offsets: Tensor) -> Tensor:
 
 
 def without_padding(choices_NLk: Tensor, offsets: Tensor) -> Tensor:
-    """Return the choices of tokens alone, packed as `offsets` say, from sequences packed or padded on the right."""
+    """Return the choices without padding, packed by `offsets`, from sequences packed or padded on the right."""
     if len(choices_NLk) == int(offsets[-1]):
         return choices_NLk
     lengths_B = offsets.diff().to(choices_NLk.device)
@@ -158,7 +158,7 @@ def without_padding(choices_NLk: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _chooser(module: Any) -> tuple[nn.Module, str, int, int] | None:
-    """Return what chooses experts in a module, if it does: owner, method, number of experts, how many are chosen."""
+    """Return a module's router or None: its owner, method, number of experts, and number of chosen experts."""
     if hasattr(module, "route_tokens_to_experts") and hasattr(module, "gate"):
         return module, "route_tokens_to_experts", module.gate.weight.shape[0], module.top_k
     if type(module).__name__.endswith("TopKRouter") and hasattr(module, "top_k"):

@@ -10,7 +10,7 @@ from verl_precision.base.dtypes import short
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.settings import settings
 
-# As verl's YAML spells them in `mixed_precision` and in `dtype`.
+# The spellings in verl's YAML, in `mixed_precision` and in `dtype`.
 DtypeName = Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"]
 
 _PRESET = "Choose a preset: precision=fp16."
@@ -22,7 +22,7 @@ class LossScaleSettings:
 
     Attributes:
         mode: `dynamic` (scale grows and backs off) or `static` (stays at `initial`; overflowing steps are skipped).
-        initial: S of the first step. 2^16 is verl's and torch's.
+        initial: S of the first step. 2^16 is the default of verl and torch.
         growth_factor: S ← S·growth_factor after `growth_interval` consecutive updates without overflow; > 1.
         growth_interval: Optimizer steps; 400 is what verl hard-wires.
         backoff_factor: S ← S·backoff_factor after an overflow; in (0, 1).
@@ -63,7 +63,7 @@ class ShadowSettings:
     """A second, no-grad forward of the actor in the rollout's dtype, on the same weights.
 
     It splits the log-ratio: α = log π_shadow - log μ is the change of the policy, β = log π_train - log π_shadow the
-    effect of the precision. It needs the actor's weights a second time, sharded alike, in that dtype.
+    effect of the precision. It needs a second copy of the actor's weights in that dtype, sharded alike.
 
     Attributes:
         dtype: Dtype of the shadow forward; the presets set it to the rollout's.
@@ -95,7 +95,7 @@ class ShadowSettings:
 
 @settings("fsdp_config.mixed_precision.{}".format)
 class MixedPrecision:
-    """The dtypes that verl's FSDP engine reads: of the forward, of the gradients' reduction, of the buffers."""
+    """The dtypes that verl's FSDP engine reads, for the forward, the reduction of the gradients and the buffers."""
 
     param_dtype: DtypeName = Field(description=_PRESET)
     reduce_dtype: DtypeName = Field(description=_PRESET)
@@ -122,7 +122,7 @@ class _EngineSettings:
 
 
 def require_engine_settings(found: Mapping[str, Any]) -> ShadowSettings:
-    """Require dtypes that do not contradict, and settings within bounds; return the settings of the shadow.
+    """Require consistent dtypes, and settings within bounds; return the settings of the shadow.
 
     `found` is a `PrecisionFSDPConfig`, or the block of a config that becomes one.
     """
@@ -152,7 +152,7 @@ def require_engine_settings(found: Mapping[str, Any]) -> ShadowSettings:
 
 
 def _typed(found: Mapping[str, Any], name: str, kind: Any) -> Any:
-    """Return a block of settings as its type: as it is, or built as Hydra will build it."""
+    """Return a block of settings as an object of its type, built as Hydra will build it."""
     block = found.get(name, kind())
     if isinstance(block, kind):
         return block

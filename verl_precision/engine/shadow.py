@@ -1,10 +1,10 @@
-"""The shadow: the actor's weights a second time, for a no-grad forward in the rollout's dtype; and `rounded_weights`.
+"""The shadow, a second copy of the actor's weights for a no-grad forward in the rollout's dtype; `rounded_weights`.
 
 log r = α + β with β = log π_train - log π_shadow (same weights, two precisions) and α = log π_shadow - log μ (what the
 policy did). See docs/metrics.md.
 
-The copy is sharded by verl's own builder with the other dtype as its compute dtype, so that nothing of FSDP is touched
-(`add_shadow` in integration/engine/build.py); its shards are refreshed from the actor's after every update.
+verl's own builder shards the copy, with the other dtype as compute dtype, so that FSDP itself is unchanged
+(`add_shadow` in integration/engine/build.py). The copy's shards are refreshed from the actor's after every update.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.loss_scaling import local_part
 
-ROUNDED_TO = "verl_precision_rounded_to"  # in a batch: the dtype that the weights are rounded to for its forward
-# In a model's output: the shadow's log-probs, and the training's own where the log-probs have the shadow's values.
+ROUNDED_TO = "verl_precision_rounded_to"  # key in a batch: the dtype to which weights are rounded for the forward
+# Keys in a model's output: the shadow's log-probs, and the training's own if `log_probs` has the shadow's values.
 OF_SHADOW, OF_TRAINING = "verl_precision_shadow_log_probs", "verl_precision_training_log_probs"
 
 
@@ -40,9 +40,9 @@ def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
 
 
 def loss_beside_shadow(loss_function: Callable, shadow_log_probs: Tensor, in_ratio: bool) -> Callable:
-    """Return verl's loss function on an output with the shadow's log-probs (nested), as `OF_SHADOW`.
+    """Return verl's loss function, called with an output that has the shadow's log-probs (nested) as `OF_SHADOW`.
 
-    `in_ratio`: the log-probs themselves have the shadow's values, and the training's own are there as `OF_TRAINING`.
+    With `in_ratio`, `log_probs` has the shadow's values, and the training's own values are under `OF_TRAINING`.
     """
 
     def loss(*args: Any, **kwargs: Any) -> Any:
@@ -72,21 +72,21 @@ class ShadowModel:
     """The actor's weights in another dtype, sharded alike."""
 
     engine: Any  # like the actor's engine, with this model: evaluation mode, no gradients
-    stale: bool = False  # have the actor's weights changed since they were copied?
+    stale: bool = False  # whether the actor's weights have changed since the last copy
 
     @property
     def module(self) -> nn.Module:
-        """The model."""
+        """The shadow's model."""
         return self.engine.module  # type: ignore[no-any-return]
 
     def outdate(self) -> None:
-        """Note that the actor's weights have changed; what a forward has gathered of the old ones is dropped."""
+        """Mark the copy as stale after an update of the actor, and drop weights that a forward has gathered."""
         self.stale = True
         reshard(self.module)
 
     @torch.no_grad()
     def step(self, actor: nn.Module, micro_batch: Any, loss_function: Any = None) -> Any:
-        """Do a forward step with this rank's shards of the actor's weights, rounded into the copy if they changed."""
+        """Run a forward step; if the actor's weights have changed, first round this rank's shards into the copy."""
         if self.stale:
             reshard(actor)
             for mine, theirs in zip(self.module.parameters(), actor.parameters(), strict=True):
@@ -96,11 +96,11 @@ class ShadowModel:
 
 
 def reshard(module: nn.Module) -> None:
-    """Drop the gathered weights that a forward left behind: FSDP2 hides the root's shards, FSDP1 computes from them."""
+    """Drop the weights that a forward has gathered: FSDP2 hides the root's shards, FSDP1 would compute from them."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
-        elif isinstance(part, FullyShardedDataParallel) and part._is_root is not None:  # it has run before
+        elif isinstance(part, FullyShardedDataParallel) and part._is_root is not None:  # the part has run before
             handle = part._handle
             if handle is not None and handle.uses_sharded_strategy:  # one rank alone gathers nothing
                 handle.reshard(True)
@@ -109,10 +109,10 @@ def reshard(module: nn.Module) -> None:
 @contextlib.contextmanager
 @torch.no_grad()
 def rounded_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, FP32 weights hold the nearest numbers of `dtype`; afterwards they are what they were, to the bit.
+    """Round FP32 weights to the nearest numbers of `dtype` inside the block, and restore them bit for bit afterwards.
 
-    FP32 weights move by less than half of a BF16 spacing for many steps, all of them at once; a BF16 rollout sees none
-    of it. The module may be sharded by FSDP1 or FSDP2; its shards are copied once while this lasts.
+    For many steps all FP32 weights may move by less than half of a BF16 spacing, and a BF16 rollout sees no change. The
+    module may be sharded by FSDP1 or FSDP2; its shards are copied once for the time of the block.
     """
     reshard(module)
     shards = [local_part(weight) for weight in module.parameters() if weight.dtype == torch.float32]

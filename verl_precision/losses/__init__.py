@@ -2,20 +2,20 @@
 
     policy_gradient   pg_seq_is (5), pg_seq_tis (6), pg_seq_mis (7): importance-weighted policy gradient
     grpo              grpo (8), gspo, off_policy_sequence_mask (DeepSeek-V3.2); interventions grpo_unclipped, ratio_one
-    rollout_weights   token_tis_weights (9), seq_mis_weights (10), geo_mask, icepop, kpop: with them `grpo` is those
+    rollout_weights   token_tis_weights (9), seq_mis_weights (10), geo_mask, icepop, kpop: weights that `grpo` takes
     cispo             cispo
     dppo              dppo_tv, dppo_kl: a trust region of probabilities
     aggregation       from one value per token to the loss of a mini-batch
     ratios            checks of inputs; ratios and their bounds
-    metrics           metrics that survive micro-batches and ranks
-    settings          bounds of C, the clip range and the constant, where each loss clips; rules of a config ask here
-    invariance        try_loss: does a loss depend on the split of a batch?
+    metrics           metrics that merge over micro-batches and ranks
+    settings          bounds of C, of the clip range and of the constant, and where each loss clips
+    invariance        try_loss: whether a loss depends on the split of a batch
     registry          POLICY_LOSSES: name -> entry; `policy_loss` adds one; the loss of a config
 
 A new loss is a new module here, with `@policy_loss` on its function: every module of this folder is imported below.
 Give it a preset of its name in presets/estimator/, and its equation in tests/losses/plain_equations.py.
 
-Numbers are equations of https://arxiv.org/abs/2510.26788; docs/math.md says when to use which.
+Numbers are equations of https://arxiv.org/abs/2510.26788; docs/math.md explains when to use which loss.
 """
 
 import importlib

@@ -42,8 +42,8 @@ class Aggregation:
 
     Attributes:
         mode: One of `MODES`.
-        normalizer: C_norm, one constant for the whole run (the maximum response length). Only the `norm` mode needs
-            it. In a config: `actor.loss_scale_factor`.
+        normalizer: C_norm, one constant for the whole run (the maximum response length), for the `norm` mode alone.
+            In a config: `actor.loss_scale_factor`.
         num_responses: N. None: the given rows are the mini-batch (one rank, one micro-batch).
         num_tokens: n. None: as above.
         dp_size: Number of data-parallel ranks whose gradients will be averaged.
@@ -59,7 +59,7 @@ class Aggregation:
     dp_size: int = 1
 
     def __post_init__(self) -> None:
-        """Check the bounds; `Raises` above."""
+        """Check the bounds; errors as in `Raises` above."""
         if self.mode not in MODES:
             remedy = f"Pass {NORM_MODE!r} for Dr.GRPO."
             raise ConfigurationError(setting="mode", value=self.mode, allowed=", ".join(MODES), remedy=remedy)

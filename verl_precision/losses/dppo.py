@@ -4,7 +4,7 @@ PPO clips the ratio. If two engines round differently, a rare token's ratio is l
 has moved. A likely token can lose half of its probability within the clip range. DPPO masks a token by how much
 probability has moved away from the rollout's policy, which drew the token.
 
-docs/math.md says how verl's own `dppo_tv` and `dppo_kl` differ, and why C is 20. Source:
+docs/math.md explains how verl's own `dppo_tv` and `dppo_kl` differ, and why C is 20. Source:
 https://arxiv.org/abs/2602.04879.
 """
 
@@ -38,7 +38,7 @@ def dppo_tv(
     floating, log μ(yₜ; θ') in nats, with `threshold`, C >= 1, and with `clip_low` in (0, 1] and `clip_high` > 0 for
     δ_low and δ_high, differences of probabilities. Weight and mask are constants in the gradient.
     `actor/clip_fraction_*` are the masked tokens, `actor/truncated_fraction` is the share of tokens with rₜ > C,
-    `actor/ratio_*` are of rₜ before C, `actor/is_weight_*` of Mₜ min(rₜ, C).
+    `actor/ratio_*` are for rₜ before C, `actor/is_weight_*` for Mₜ min(rₜ, C).
     """
     tensors = trainer_log_probs, rollout_log_probs, advantages, response_mask
     return _trust_region(

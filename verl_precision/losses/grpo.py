@@ -1,4 +1,4 @@
-"""GRPO as in the paper's equation (8), its weighted forms (9) and (10), its kin, and two interventions on its ratio.
+"""GRPO as in the paper's equation (8), its weighted forms (9) and (10), related losses, and two interventions.
 
 The weighted forms are this `grpo` with `rollout_is_weights` of `rollout_weights`: min(ρₜ, C) for (9), ρ 1{ρ ≤ C} for
 (10). `grpo_unclipped` and `ratio_one` are experiments, not estimators to train with: each removes one part of
@@ -43,10 +43,10 @@ def grpo(
 
     Returns:
         The loss in float32 (float64 if the log-probs are), minus the aggregated objective. Its gradient is minus the
-        equation's, aggregated; only `trainer_log_probs` receives one. Masked tokens never matter, whatever they hold;
+        equation's, aggregated; only `trainer_log_probs` receives one. Masked tokens have no effect, whatever they hold;
         an empty row has no gradient and counts as a response. A row with NaN or inf on a valid token has no gradient,
         stays in the denominator, and is counted in `actor/nonfinite_responses`. rₜ is held at 2e11 in float32, beyond a
-        log-ratio of 25.9 (`ratios.HEADROOM`), and `actor/held_tokens` counts it.
+        log-ratio of 25.9 (`ratios.HEADROOM`), and `actor/held_tokens` counts such tokens.
 
     Raises:
         ConfigurationError: If shapes differ, a tensor is not floating point, or the clip range is out of bounds.
@@ -104,12 +104,12 @@ def off_policy_sequence_mask(
         ∇J = Σₜ Mₜ ∇min(rₜA, clip(rₜ, 1-ε_low, 1+ε_high) A),   rₜ = π(yₜ; θ) / μ(yₜ; θ')
         Mₜ = 0 if A < 0 and (1/|y|) Σₛ log μ(yₛ; θ')/π(yₛ; θ) > δ; else 1
 
-    π trainer's policy, of the present weights; μ rollout's policy, as the rollout reports it: both staleness and the
-    mismatch are in M. Equations (8) and (9) of https://arxiv.org/abs/2512.02556 with μ for π_old, without KL.
-    A response of A > 0 is never dropped. A dropped one has no gradient and stays in the denominator.
+    π trainer's policy, of the present weights; μ rollout's policy, as the rollout reports it, so that M contains both
+    staleness and the mismatch. Equations (8) and (9) of https://arxiv.org/abs/2512.02556 with μ for π_old, without KL.
+    A response of A > 0 is never dropped. A dropped response has no gradient and stays in the denominator.
 
     Arguments, result and errors as in `grpo`, with `rollout_log_probs`, [B, T] floating, log μ(yₜ; θ') in nats, and
-    `rejection_threshold`, δ > 0 in nats per token; the paper gives none. M is a constant in the gradient.
+    `rejection_threshold`, δ > 0 in nats per token; the paper gives no value. M is a constant in the gradient.
     `actor/rejected_fraction` is the share of dropped responses, `actor/is_weight_*` are of M.
     """
     limit = require_divergence(rejection_threshold, "rejection_threshold")
@@ -157,9 +157,9 @@ def surrogate_loss(
 ) -> LossOutput:
     """Return the loss of w min(rA, clip(r, 1-ε_low, 1+ε_high) A), or of w rA without clipping.
 
-    The slope of a token is w r A where the first branch is taken, and exactly 0 where the second is: for A > 0 if
-    r > 1 + ε_high, for A < 0 if r < 1 - ε_low. r is [B, T] of each token or [B, 1] of each response, a number in the
-    gradient; w are the batch's weights, 1 if it has none; `clip_range` is ε_low and ε_high.
+    The slope of a token is w r A in the first branch, and exactly 0 in the second: for A > 0 if r > 1 + ε_high, for
+    A < 0 if r < 1 - ε_low. r is [B, T] of tokens or [B, 1] of responses, a constant in the gradient; w are the batch's
+    weights, 1 without weights; `clip_range` is ε_low and ε_high.
     """
     if clip_range is None:
         return weighted_loss(batch, ratio, ratio, aggregation)
@@ -174,10 +174,10 @@ def weighted_loss(
     silenced: tuple[Tensor, Tensor] | None = None, bounds: tuple[float, float] | None = None,
     truncated: Tensor | None = None,
 ) -> LossOutput:  # fmt: skip
-    """Return the loss with slope w A times a factor, and what every loss with a ratio reports.
+    """Return the loss with slope w A times a factor, and the metrics of every loss with a ratio.
 
-    Tokens that are `silenced`, at A < 0 and at A > 0, have a slope of 0; with `bounds` by a clip, where the objective
-    is w A times the bound. Tokens that are `truncated` have a ratio that is held at a bound.
+    The two masks of `silenced` tokens, for A < 0 and A > 0, set the slope to 0. With `bounds` this is a clip, and the
+    objective is w A times the bound. `truncated` tokens have a ratio that is held at a bound.
     """
     valid_BT, advantages_BT = batch.valid_BT, batch.advantages_BT
     counted = batch.rows_B.unsqueeze(-1) if ratio.shape[-1] == 1 else valid_BT
@@ -205,7 +205,7 @@ def weighted_loss(
         metrics |= reported.weight_statistics(weights_BT, valid_BT)
     objective_BT = torch.where(valid_BT, objective_BT, 0)
     objective_B, has_loss_B = objective_BT.sum(dim=-1), (objective_BT != 0).any(dim=-1)
-    del objective_BT  # of what one loss holds at a time, this is a third
+    del objective_BT  # a third of the memory that one loss holds at a time
     kept_BT = (slope_BT != 0) & valid_BT
     metrics |= reported.shared_metrics(batch, has_loss_B, slope_BT, kept_BT)
     loss = loss_with_slope(batch, objective_B, slope_BT, aggregation)

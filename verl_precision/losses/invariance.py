@@ -17,17 +17,17 @@ from verl_precision.losses.registry import LossInputs
 
 CUTS = (2, 4, 8)
 DEPENDS = 1e-3  # a relative difference of two gradients above this is no rounding
-DRAWS = 16  # of a loss that draws at random: means of its gradient are compared
-CERTAIN = 3.0  # standard errors of such a mean, beyond which a difference is none of chance
+DRAWS = 16  # calls of a loss that uses random numbers; the means of its gradients are compared
+CERTAIN = 3.0  # a difference above this many standard errors of such a mean is not chance
 LENGTHS = (16, 4, 9, 12, 6, 14, 1, 10)  # tokens of the responses
 WIDER = 5  # columns of padding that are added
-# What masked tokens hold in one of the trials.
+# The values of masked tokens in one of the trials.
 OTHERS = {"old_log_probs": -0.4, "trainer_log_probs": -1.3, "advantages": 0.7, "rollout_is_weights": 1.7}
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What a host tells each part of a mini-batch about the whole."""
+    """The counts of a whole mini-batch, which a host passes to each part."""
 
     num_responses: int
     num_tokens: int
@@ -36,18 +36,18 @@ class Counts:
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of a trial; differences are |found - whole| / |whole| of the gradient by token."""
+    """The result of a trial; differences are |found - whole| / |whole| of the gradient by token."""
 
     cuts: dict[int, float]  # by the number of micro-batches
     ranks: float  # two ranks, whose gradients are averaged
     padding: float  # more columns of padding
     masked: float  # masked tokens hold other numbers
-    nonfinite: str  # the first way of calling that gave a value or gradient of NaN or inf; else empty
-    random: bool  # equal calls differ: it draws at random, or keeps a state
+    nonfinite: str  # the first call whose value or gradient was NaN or inf; empty if there is none
+    random: bool  # equal calls differ: the loss uses random numbers, or keeps a state
 
 
 class UnusableLossError(Exception):
-    """What a loss returned is nothing that can be trained with."""
+    """The value that a loss returned cannot be used for training."""
 
 
 Loss = Callable[[LossInputs, Counts], Tensor]
@@ -55,7 +55,7 @@ Loss = Callable[[LossInputs, Counts], Tensor]
 
 
 def trial_batch(dtype: torch.dtype = torch.float64, weighted: bool = False) -> LossInputs:
-    """Return the batch of a trial, always the same one, with a mask of bools."""
+    """Return the batch of a trial, always the same batch, with a bool mask."""
     draw = torch.Generator().manual_seed(0)
     shape = len(LENGTHS), max(LENGTHS)
     log_probs = -2.5 * torch.rand(shape, generator=draw, dtype=torch.float64).square() - 0.05
@@ -63,7 +63,7 @@ def trial_batch(dtype: torch.dtype = torch.float64, weighted: bool = False) -> L
     noise = 0.5 * torch.randn(shape, generator=draw, dtype=torch.float64)
     old = (log_probs - mean[:, None] - noise).clamp(max=0)
     old[1, 2], log_probs[1, 2] = -2.2, -0.2  # a ratio beyond a dual clip, where the advantage is negative
-    old[0, 0] = log_probs[0, 0] = 0  # a certain token
+    old[0, 0] = log_probs[0, 0] = 0  # a token of probability 1
     advantages = torch.tensor([1.4, -1.6, 0.7, -0.4, 1.1, -0.9, 1.9, 0.0], dtype=torch.float64)[:, None].expand(shape)
     weights = 0.5 + torch.rand(shape, generator=draw, dtype=torch.float64) if weighted else None
     inside = torch.arange(shape[1]) < torch.tensor(LENGTHS)[:, None]
@@ -77,7 +77,7 @@ def trial_batch(dtype: torch.dtype = torch.float64, weighted: bool = False) -> L
 def try_loss(loss: Loss, batch: LossInputs) -> Trial:
     """Call a loss on a batch, such as `trial_batch()`, whole and in parts, and compare the gradients.
 
-    What it raises is raised, and `UnusableLossError` if it returns no scalar with a gradient.
+    Errors of the loss are passed on. `UnusableLossError` is raised if the loss returns no scalar with a gradient.
     """
     mask, tensors = batch.response_mask, batch.tensors()
     other = batch._replace(**{name: torch.where(mask, tensors[name], OTHERS[name]) for name in OTHERS & tensors.keys()})
@@ -107,7 +107,7 @@ def gradients_differ(one: Loss, other: Loss, batch: LossInputs) -> bool:
 
 
 def _gradient(loss: Loss, batch: LossInputs, seed: int, cut: int = 1, ranks: int = 1, wider: int = 0) -> Tensor:
-    """Return the gradient of each token's log-prob: of so many parts, each padded to its own longest response."""
+    """Return the gradient of each token's log-prob, from `cut` parts, each padded to its own longest response."""
     torch.manual_seed(seed)
     mask, leaf = batch.response_mask, batch.trainer_log_probs.clone().requires_grad_()
     counts = Counts(len(mask), int(mask.sum()), ranks)
@@ -123,17 +123,17 @@ def _gradient(loss: Loss, batch: LossInputs, seed: int, cut: int = 1, ranks: int
 
 
 def _part(rows: Tensor, wider: int, mask: Tensor, tensor: Tensor) -> Tensor:
-    """Return a copy of some rows, as wide as their longest response and `wider` columns more."""
+    """Return a copy of some rows, as wide as their longest response plus `wider` columns."""
     width = int(mask[rows].any(dim=0).nonzero().max()) + 1
     return torch.nn.functional.pad(tensor[rows, :width], (0, wider))
 
 
 def _difference(found: Tensor, whole: Tensor) -> float:
-    """Return the relative difference of two means over draws; 0 where it may be chance, in norm and in direction."""
+    """Return the relative difference of two means over draws; 0 if it may be chance, in norm and in direction."""
     apart, mean = (found - whole).flatten(1), whole.mean(dim=0).flatten()
     size, draws = float(apart.mean(dim=0).norm()), len(apart)
     if draws > 1:
-        along = apart @ mean  # a factor on the whole gradient, in which the chance of single tokens averages out
+        along = apart @ mean  # along the whole gradient, the chance of single tokens averages out
         chance, chance_along = (float(each.var(dim=0).sum().sqrt()) / math.sqrt(draws) for each in (apart, along))
         if size <= CERTAIN * chance and float(along.mean().abs()) <= CERTAIN * chance_along:
             return 0.0

@@ -16,37 +16,37 @@ from verl_precision.losses.ratios import Batch, largest_ratio
 
 ESS = "actor/is_weight_ess_fraction"
 QUANTILES = (0.05, 0.5, 0.95)
-# Weights beyond are held there in mean and effective sample size: float64, in which squares are summed, ends at 1e308.
+# Larger weights count as this in mean and effective sample size, because their squares, in float64, end at 1e308.
 LARGEST_SQUARED = 1e150
 
 
 class LossOutput(NamedTuple):
-    """The result of a loss; masks are [B, T] bool, None where the loss does not say."""
+    """The result of a loss; masks are [B, T] bool, None if the loss does not report one."""
 
     loss: Tensor  # scalar; call `loss.backward()`
     metrics: Mapping[str, Statistic]  # by name; see docs/math.md for each
     kept: Tensor | None = None  # tokens with a gradient
-    clipped: Tensor | None = None  # tokens that have none for the clip range alone
+    clipped: Tensor | None = None  # tokens without a gradient only because of the clip range
     truncated: Tensor | None = None  # tokens whose ratio or weight is held at a bound of the loss
 
     def adding(self, metrics: Mapping[str, Statistic]) -> "LossOutput":
-        """Return the same with more metrics."""
+        """Return the same output with more metrics."""
         return self._replace(metrics={**self.metrics, **metrics})
 
     def values(self) -> dict[str, float]:
-        """Return the metrics as numbers; one that is undefined on this batch is absent."""
+        """Return the metrics as numbers, without metrics that are undefined on this batch."""
         numbers = {name: statistic.value() for name, statistic in self.metrics.items()}
         return {name: number for name, number in numbers.items() if not math.isnan(number)}
 
 
 def effective_share(total: Tensor, squares: Tensor, number: Tensor) -> float:
-    """Return (Σw)² / (n Σw²): 1 if all weights are equal, 1/n if one holds everything, 0 if no weight is left."""
+    """Return (Σw)² / (n Σw²): 1 if all weights are equal, 1/n if all but one are 0, 0 if all are 0."""
     return 0.0 if squares == 0 and number > 0 else (total**2 / (squares * number)).item()
 
 
 @dataclass(frozen=True)
 class WeightStatistic(Statistic):
-    """A number of the weights: of responses where each has one weight, else of tokens; only the whole says which."""
+    """A statistic of weights: over responses if each has one weight, otherwise over tokens; only the whole decides."""
 
     responses: Tensor = added()  # Σw, Σw² and n over the responses, w a response's mean over its tokens
     tokens: Tensor = added()  # the same over the tokens
@@ -54,7 +54,7 @@ class WeightStatistic(Statistic):
     number: str = same()  # "mean", or the effective sample size of "responses" or "tokens"
 
     def value(self) -> float:
-        """Return the number; NaN for the effective sample size of what does not decide."""
+        """Return the number; NaN for the effective sample size over the other unit."""
         unit, sums = ("responses", self.responses) if self.one_each else ("tokens", self.tokens)
         if self.number == "mean":
             return (sums[0] / sums[2]).item()
@@ -75,12 +75,12 @@ class Quantile(Statistic):
 
 def fraction(hits: Tensor, among: Tensor) -> Statistic:
     """Return the share of `hits` (bool) in `among` (bool of the same shape, or counts)."""
-    return Mean(hits.count_nonzero().double(), among.sum().double())  # a sum would make eight bytes of each
+    return Mean(hits.count_nonzero().double(), among.sum().double())  # `sum` would convert each to int64 first
 
 
 def extremes(values: Tensor, valid: Tensor, name: str) -> dict[str, Statistic]:
     """Return minimum and maximum over the valid values, `<name>_min` and `<name>_max`."""
-    nothing = values.new_tensor(math.inf)  # what a piece without values has
+    nothing = values.new_tensor(math.inf)  # the value of a piece without values
     lowest = torch.where(valid, values, math.inf).amin() if values.numel() else nothing
     highest = torch.where(valid, values, -math.inf).amax() if values.numel() else -nothing
     return {f"{name}_min": Minimum(lowest), f"{name}_max": Maximum(highest)}
@@ -92,11 +92,11 @@ def mean(values: Tensor, valid: Tensor) -> Statistic:
 
 
 def weight_statistics(weights: Tensor, valid: Tensor) -> dict[str, Statistic]:
-    """Describe importance weights where `valid`: [B, T] of tokens, or [B] of responses.
+    """Return statistics of the importance weights where `valid`: [B, T] of tokens, or [B] of responses.
 
     `actor/is_weight_mean` (1 is healthy), `actor/is_weight_max`, and the effective sample size as a fraction:
-    `actor/is_weight_ess_fraction` of the responses where each has one weight, else
-    `actor/is_weight_token_ess_fraction` of the tokens. The other one is NaN, and [B] gives no token's.
+    `actor/is_weight_ess_fraction` of the responses if each response has one weight, otherwise
+    `actor/is_weight_token_ess_fraction` of the tokens. The other fraction is NaN; [B] gives no fraction of tokens.
     """
     largest_weight, of_tokens = extremes(weights, valid, "")["_max"], weights.dim() == 2
     if not of_tokens:
@@ -120,10 +120,10 @@ def weight_statistics(weights: Tensor, valid: Tensor) -> dict[str, Statistic]:
 
 
 def shared_metrics(batch: Batch, has_loss_B: Tensor, slope_BT: Tensor, kept_BT: Tensor) -> dict[str, Statistic]:
-    """Return what every loss reports (docs/math.md); the slope, the factor of ∇log π(yₜ), is [B, T], or [B, 1].
+    """Return the metrics of every loss (docs/math.md); the slope, the factor of ∇log π(yₜ), is [B, T], or [B, 1].
 
-    A response without an advantage, or with a weight of 0, has neither loss nor gradient; one that is clipped as a
-    whole has a loss. A token is held whose gradient is less than the equation's, because a ratio or a product of it is.
+    A response whose advantage or weight is 0 has neither loss nor gradient; a response that is clipped as a whole has a
+    loss. A token is held if its ratio, or a product with the ratio, was bounded, so that its gradient is too small.
     """
     sample = batch.sequence_log_ratio_B[batch.rows_B]
     least = batch.advantages_BT.abs().clamp_(max=1).mul_(largest_ratio(slope_BT.dtype))

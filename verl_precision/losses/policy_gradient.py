@@ -1,7 +1,7 @@
 """Importance-weighted policy gradient: the paper's equations (5), (6), (7).
 
-The response is drawn from the rollout's policy μ(θ') and the gradient wanted is that of π(θ). One weight for the whole
-response corrects for the difference, ρ = π(y; θ) / μ(y; θ'). It covers all causes: precision, engine and staleness.
+The response is drawn from the rollout's policy μ(θ'), but the gradient must be that of π(θ). One weight for the whole
+response, ρ = π(y; θ) / μ(y; θ'), corrects for the difference, whatever its cause: precision, engine or staleness.
 Only π and μ are needed, so verl's old-log-prob forward is not run.
 
 Source of all three: https://arxiv.org/abs/2510.26788, section 2.1.
@@ -32,7 +32,7 @@ def pg_seq_is(
 
     Arguments, result, errors, masked tokens, empty and non-finite rows as in `grpo`, with ρA as the objective, and
     `rollout_log_probs`, [B, T] floating, log μ(yₜ; θ') in nats. The advantage is constant over a response in the
-    equation. ρ is a number in the gradient (∇ρ = ρ ∇log π, so nothing is lost). It is held at 2e11 in float32, beyond a
+    equation. ρ is a constant in the gradient (exact, since ∇ρ = ρ ∇log π). It is held at 2e11 in float32, beyond a
     log-ratio of 25.9, and `actor/held_tokens` counts its tokens.
     """
     batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")
@@ -52,7 +52,7 @@ def pg_seq_tis(
     `pg_seq_is`. Bounded variance, biased where ρ > C.
 
     Arguments, result and errors as in `pg_seq_is`, with min(ρ, C) for ρ, and `threshold` C >= 1. The weight is a
-    constant in the gradient. No guard is needed. `actor/truncated_fraction` is the share of responses with ρ > C.
+    constant in the gradient, at most C. `actor/truncated_fraction` is the share of responses with ρ > C.
     """
     threshold = require_threshold(threshold)
     batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")
@@ -68,7 +68,7 @@ def pg_seq_mis(
     trainer_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
     aggregation: Aggregation, threshold: float = 3.0,
 ) -> LossOutput:  # fmt: skip
-    """Policy gradient with the importance weight of the response, which is rejected beyond C.
+    """Policy gradient with the importance weight of the response; a response with a weight above C is rejected.
 
         ∇J = ρ 1{ρ ≤ C} ∇log π(y) A,   ρ = exp(Σₜ log π(yₜ; θ) - log μ(yₜ; θ'))
 
@@ -77,7 +77,7 @@ def pg_seq_mis(
     denominator.
 
     Arguments, result and errors as in `pg_seq_is`, with ρ 1{ρ ≤ C} for ρ, and `threshold` C >= 1. The weight is a
-    constant in the gradient. No guard is needed. `actor/rejected_fraction` is the share of responses with ρ > C.
+    constant in the gradient, at most C. `actor/rejected_fraction` is the share of responses with ρ > C.
     """
     threshold = require_threshold(threshold)
     batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")

@@ -2,8 +2,8 @@
 
 Shapes: B responses, T response tokens (padded). Weights, ratios and clipping decisions need no automatic
 differentiation: the gradient of every estimator of this package is Σ_t slope_t ∇log π(y_t) with slopes that are plain
-numbers. So they are computed without a graph, and `loss_with_slope` hands them to autograd as they are. That is exact,
-and no overflow or NaN of an intermediate result can reach a gradient by way of 0 x inf.
+numbers. So they are computed without a graph, and `loss_with_slope` passes them to autograd unchanged. The result is
+exact, and no overflow or NaN of an intermediate result can reach a gradient through 0 x inf.
 """
 
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ from torch import Tensor
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.losses.aggregation import Aggregation, row_scale
 
-# Guard 1. A ratio beyond the root of the largest number of its type over HEADROOM is held there: above e^25.9 in
-# float32 and e^336.5 in float64. The root, because the gradient's norm sums squares. HEADROOM is what may multiply it
-# before they overflow: the norm of ∇log π(yₜ), tokens summed. Below, exp underflows to 0, the nearest number.
+# Guard 1. A ratio is at most the root of its dtype's largest number, divided by HEADROOM: e^25.9 in float32, e^336.5 in
+# float64. The root, because the gradient's norm sums squares. HEADROOM leaves room for the factors of the ratio: the
+# norm of ∇log π(yₜ) and the sum over tokens. A small ratio needs no guard: exp underflows to 0, the nearest number.
 HEADROOM = 1e8
 
 
 def largest_ratio(dtype: torch.dtype) -> float:
-    """Return the value beyond which a ratio, and a ratio times advantage, is held in place."""
+    """Return the largest value of a ratio, and of a ratio times advantage; larger ones are held there."""
     return float(torch.finfo(dtype).max ** 0.5 / HEADROOM)
 
 
 def bounded_exp(log_ratio: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return exp(log_ratio) as `dtype`, never inf: values beyond `largest_ratio(dtype)` are that value."""
+    """Return exp(log_ratio) as `dtype`, never inf: larger values become `largest_ratio(dtype)`."""
     return log_ratio.exp().clamp_(max=largest_ratio(dtype)).to(dtype)
 
 
@@ -39,7 +39,7 @@ def bounded_(product: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """The inputs of a loss, checked; a graph hangs on `trainer_log_probs` alone."""
+    """The checked inputs of a loss; only `trainer_log_probs` has a graph."""
 
     trainer_log_probs: Tensor  # as given; for `loss_with_slope` alone
     log_ratio_BT: Tensor  # log of the probability ratio of each token, 0 where masked
@@ -51,7 +51,7 @@ class Batch:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of all that is computed: float32, or float64 if the log-probs are."""
+        """The dtype of all results: float32, or float64 if the log-probs are float64."""
         return self.log_ratio_BT.dtype
 
     @property
@@ -72,7 +72,7 @@ class Batch:
 
     @property
     def mean_log_ratio_B(self) -> Tensor:
-        """[B] float64, its mean over a response's tokens."""
+        """[B] float64, the mean of log_ratio_t over a response's tokens."""
         return self.sequence_log_ratio_B / self.lengths_B.clamp(min=1)
 
 
@@ -80,7 +80,7 @@ def checked_batch(
     trainer_log_probs: Tensor, other_log_probs: Tensor, advantages: Tensor, response_mask: Tensor,
     rollout_is_weights: Tensor | None = None, other: str = "proximal_log_probs",
 ) -> Batch:  # fmt: skip
-    """Check shapes and types, form the ratio to what errors call `other`, and leave out broken responses."""
+    """Return the checked batch without non-finite responses; errors call `other_log_probs` by the name `other`."""
     named = {"trainer_log_probs": trainer_log_probs, other: other_log_probs, "advantages": advantages}
     named |= {} if rollout_is_weights is None else {"rollout_is_weights": rollout_is_weights}
     shape = getattr(trainer_log_probs, "shape", ())
@@ -111,7 +111,7 @@ def checked_batch(
 
 
 def _finite_rows(values_BT: Tensor) -> Tensor:
-    """Return [B] bool; NaN survives a minimum and a maximum, so one pass over the values is enough."""
+    """Return [B] bool; a minimum or maximum of values with NaN is NaN, so one pass over the values is enough."""
     if values_BT.shape[-1] == 0:
         return torch.ones_like(values_BT[:, :0].sum(dim=-1), dtype=torch.bool)
     low_B, high_B = values_BT.aminmax(dim=-1)
@@ -119,7 +119,7 @@ def _finite_rows(values_BT: Tensor) -> Tensor:
 
 
 def loss_with_slope(batch: Batch, objective_B: Tensor, slope_BT: Tensor, aggregation: Aggregation) -> Tensor:
-    """Return the loss, minus the aggregated objective of the responses, whose gradient is that of Σ slope log π.
+    """Return the loss: minus the aggregated objective of the responses, with the gradient of -Σ slope log π.
 
     Only the trainer's log-probs receive a gradient. The slope, factor of ∇log π(yₜ), counts where `batch.valid_BT`.
     """

@@ -27,7 +27,7 @@ from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.metrics import LossOutput
 from verl_precision.losses.settings import NO_RATIO, VERLS_RATIOS, LossSettings, Ratio, clip_range
 
-# What an equation calls the one tensor that verl calls `old_log_prob`, by the policy that it divides by.
+# Equations name verl's one tensor `old_log_prob` by the policy that the ratio divides by.
 OLD_LOG_PROBS = ("rollout_log_probs", "proximal_log_probs")
 Loss = Callable[..., LossOutput]
 
@@ -36,17 +36,17 @@ class LossInputs(NamedTuple):
     """The tensors that a host hands to a loss, [B, T] each."""
 
     trainer_log_probs: Tensor
-    old_log_probs: Tensor  # the trainer's of θ', or in bypass mode the rollout's
+    old_log_probs: Tensor  # the trainer's at θ', or the rollout's in bypass mode
     advantages: Tensor
     response_mask: Tensor
     rollout_is_weights: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return those that are there, by name."""
+        """Return the tensors that are not None, by name."""
         return {name: tensor for name, tensor in self._asdict().items() if tensor is not None}
 
     def of_all(self, function: Callable[[Tensor], Tensor]) -> "LossInputs":
-        """Return a function of each of them."""
+        """Return the inputs with a function applied to each tensor."""
         return self._replace(**{name: function(tensor) for name, tensor in self.tensors().items()})
 
 
@@ -61,15 +61,15 @@ class PolicyLoss:
     function: Loss
     summary: str
     equation: str
-    ratio: Ratio | None = None  # None where its author does not say
+    ratio: Ratio | None = None  # None if its author does not state it
 
     @cached_property
     def parameters(self) -> frozenset[str]:
-        """Names of what the function needs."""
+        """The names of the function's parameters."""
         return frozenset(inspect.signature(self.function).parameters)
 
     def __call__(self, inputs: LossInputs, settings: LossSettings, aggregation: Aggregation) -> LossOutput:
-        """Call the function with what it needs."""
+        """Call the function with the inputs that it takes."""
         offered = {**inputs.tensors(), **dict.fromkeys(OLD_LOG_PROBS, inputs.old_log_probs), "aggregation": aggregation}
         given = {name: value for name, value in offered.items() if name in self.parameters}
         return self.function(**given, **settings.arguments())
@@ -122,7 +122,7 @@ def policy_loss(name: str, summary: str, equation: str, ratio: Ratio | None = No
 
 
 def on_registration(listener: Callable[[str, PolicyLoss], None]) -> None:
-    """Call `listener(name, entry)` for every loss, those of the past and those to come."""
+    """Call `listener(name, entry)` for every loss, whether it is registered already or later."""
     if listener not in _listeners:
         _listeners.append(listener)
         for name, entry in _losses.items():
@@ -130,7 +130,7 @@ def on_registration(listener: Callable[[str, PolicyLoss], None]) -> None:
 
 
 def ratio_of(actor: Mapping[str, Any]) -> Ratio | None:
-    """Return the ratio of the loss that a config's `actor_rollout_ref.actor` chooses; None: nobody has stated it."""
+    """Return the ratio of the loss that a config's `actor_rollout_ref.actor` chooses; None if it is unknown."""
     settings = actor.get("policy_loss") or {}
     name = settings.get("loss_mode", "vanilla")
     if name == "bypass_mode" and (settings.get("rollout_correction") or {}).get("loss_type") == "reinforce":
@@ -141,21 +141,21 @@ def ratio_of(actor: Mapping[str, Any]) -> Ratio | None:
 
 @dataclass(frozen=True)
 class LossInUse:
-    """The loss of a run with its numbers, which decide about its tokens; plain, to be kept with them."""
+    """The loss of a run with the settings that decide about its tokens; plain values, stored with the tokens."""
 
-    name: str  # in words
+    name: str  # for readers
     loss: str  # verl's `loss_mode`
-    bounds: Mapping[str, float] = field(default_factory=dict)  # of `LossSettings`, those that are not left to the loss
-    against_rollout: bool = True  # are the old log-probs the rollout's (bypass mode)? else the ratio is 1
+    bounds: Mapping[str, float] = field(default_factory=dict)  # those of `LossSettings` that are set
+    against_rollout: bool = True  # whether the old log-probs are the rollout's (bypass mode)
     level: str | None = None  # `rollout_is`, and its threshold
     level_threshold: Any = None
-    clip: tuple[bool, float, float, float] | None = None  # `ClipRange` of a loss of verl's own
-    beta_in_ratio: bool = True  # does the loss see the trainer's log-probs, and not a shadow's?
-    known: bool = True  # does the loss say where its tokens lose their gradient?
+    clip: tuple[bool, float, float, float] | None = None  # `ClipRange` of one of verl's losses
+    beta_in_ratio: bool = True  # whether the loss uses the trainer's log-probs, not a shadow's
+    known: bool = True  # whether the loss states where its tokens lose their gradient
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Return the loss of a composed config of verl's."""
+        """Return the loss of a composed verl config."""
         actor = config["actor_rollout_ref"]["actor"]
         correction = config["algorithm"].get("rollout_correction") or {}
         shadow = (actor.get("fsdp_config") or {}).get("shadow") or {}

@@ -1,7 +1,7 @@
 """Weights that turn `grpo` into the paper's equations (9) and (10), or that mask tokens or whole responses.
 
-They are the ratio of the trainer's policy to the rollout's, both at the weights θ' that drew the response, so they are
-numbers, made once for a batch before any update. Source: https://arxiv.org/abs/2510.26788, section 2.1.1.
+They come from the ratio of the trainer's policy to the rollout's, both at the weights θ' that drew the response, so
+they are constants, computed once for a batch before an update. Source: https://arxiv.org/abs/2510.26788, section 2.1.1.
 """
 
 import math
@@ -26,9 +26,9 @@ def token_tis_weights(log_ratio: Tensor, response_mask: Tensor, threshold: float
         threshold: C >= 1.
 
     Returns:
-        [B, T] in the dtype of `log_ratio`, without graph; 0 where masked, whatever is there. NaN or inf on a valid
-        token gives the whole response NaN, which `grpo` leaves out and counts. No finite log-ratio is altered: exp
-        overflows to inf only far above C.
+        [B, T] in the dtype of `log_ratio`, without graph; 0 where masked, whatever is there. If a valid token has
+        NaN or inf, the weights of the whole response are NaN, and `grpo` leaves it out and counts it. No finite
+        log-ratio is altered: exp overflows to inf only far above C.
 
     Raises:
         ConfigurationError: If shapes differ, the log-ratio is not floating point, or C is out of bounds.
@@ -52,8 +52,8 @@ def seq_mis_weights(log_ratio: Tensor, response_mask: Tensor, threshold: float) 
 def geo_mask_weights(log_ratio: Tensor, response_mask: Tensor, threshold: object) -> Tensor:
     """Return 1{lower ≤ ρ^(1/|y|) ≤ upper} with ρ = Πₜ ρₜ, at every token of the response.
 
-    The geometric mean does not grow with the length of a response, but ρ does. The weight keeps or rejects; what is
-    kept is not reweighted. verl's own `seq_mean_k1` keeps ratios in [1/upper, 1/lower].
+    The geometric mean does not grow with the length of a response, but ρ does. The weight is 1 or 0: kept
+    responses are not reweighted. verl's own `seq_mean_k1` keeps ratios in [1/upper, 1/lower].
     Source: https://richardli.xyz/rl-collapse-3, geometric rejection.
 
     The threshold is the band, "lower_upper", lower < 1 < upper. Everything else as in `seq_mis_weights`: a rejected
@@ -69,8 +69,8 @@ def geo_mask_weights(log_ratio: Tensor, response_mask: Tensor, threshold: object
 def icepop_weights(log_ratio: Tensor, response_mask: Tensor, threshold: object) -> Tensor:
     """Return ρₜ 1{α ≤ ρₜ ≤ β}, IcePop's weight of each token.
 
-    A token outside the band has weight 0 and stays in the denominator. If none is inside, all weights are 0, and verl's
-    own step divides by zero for a metric. The threshold is the band α_β as in `geo_mask_weights`, everything else
+    A token outside the band has weight 0 and stays in the denominator. If no token is inside, all weights are 0, and
+    verl's own step divides by zero for a metric. The threshold is the band α_β as in `geo_mask_weights`. The rest is
     as in `token_tis_weights`. Source: https://arxiv.org/abs/2510.18855, section on IcePop.
     """
     low, high = require_band(threshold, "threshold")
@@ -84,10 +84,10 @@ def kpop_weights(
 ) -> Tensor:
     """Return ρₜ 1{max(D(μ‖π), D(π‖μ)) ≤ φ}, KPop's weight of each token.
 
-        D(p‖q) = p log(p/q) + (1 - p) log((1 - p)/(1 - q)),   of "this token or another one"
+        D(p‖q) = p log(p/q) + (1 - p) log((1 - p)/(1 - q)),   the KL divergence of "this token or another one"
 
-    π trainer's policy and μ rollout's, both at θ'. A band of ratios that adapts: wide for a rare token, narrow for a
-    likely one. Source: https://ringtech.notion.site/kpop, and its authors' step in AReaL (metric `binary_kl`).
+    π trainer's policy and μ rollout's, both at θ'. The band of ratios adapts: wide for a rare token, narrow for a
+    likely token. Source: https://ringtech.notion.site/kpop, and its authors' step in AReaL (metric `binary_kl`).
 
     Log-probs are [B, T] floating, in nats; the threshold is φ > 0, in nats. ρₜ is held at 2e11 in float32, which the
     ratio of a token with hardly any probability can reach. Everything else as in `icepop_weights`.
@@ -100,12 +100,12 @@ def kpop_weights(
 
 
 class WeightKind(NamedTuple):
-    """A way to weigh, chosen by verl's `algorithm.rollout_correction.rollout_is`."""
+    """A kind of weight, chosen by verl's `algorithm.rollout_correction.rollout_is`."""
 
     weights: Callable[..., Tensor]
-    bounds: Callable[[object, str], Any]  # of its threshold; called with a value and the name of the setting
-    of_responses: bool = False  # has each response one weight?
-    of_log_probs: bool = False  # are both policies' log-probs needed, and not only their difference?
+    bounds: Callable[[object, str], Any]  # checks its threshold; called with a value and the name of the setting
+    of_responses: bool = False  # whether each response has one weight
+    of_log_probs: bool = False  # whether it needs both policies' log-probs, not only their difference
 
 
 WEIGHT_KINDS: Mapping[str, WeightKind] = {
@@ -127,6 +127,6 @@ def _checked(log_ratio: Tensor, response_mask: Tensor) -> Tensor:
 
 
 def _finished(weights: Tensor, log_ratio_BT: Tensor, response_mask: Tensor) -> Tensor:
-    """Return weights of tokens or responses at the tokens that count; NaN where a log-ratio of the response is none."""
+    """Return the weights at the tokens that count; NaN for a response with a log-ratio that is not finite."""
     broken_B1 = ~log_ratio_BT.isfinite().all(dim=-1, keepdim=True)
     return torch.where(response_mask.bool(), weights.to(log_ratio_BT.dtype).masked_fill(broken_B1, torch.nan), 0)

@@ -1,4 +1,4 @@
-"""The settings of a loss with their bounds, and its clip, declared once for each loss.
+"""The settings of a loss with their bounds, and its clip range, declared once for each loss.
 
 verl passes one tensor of old log-probs to every loss. Outside bypass mode the trainer computed them, so its rounding
 cancels in the ratio. In bypass mode they are the rollout's, so the ratio contains the precision gap.
@@ -33,7 +33,7 @@ class Bounds:
     words: Mapping[str, str]  # of the error: setting, problem, allowed, remedy
 
     def __call__(self, value: object, setting: str | None = None) -> float:
-        """Return a finite number within the bounds as a float, or raise an error that names `setting`, if another."""
+        """Return a finite number within the bounds as a float, or raise an error that names `setting` if given."""
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             if self.holds(value):
                 return float(value)
@@ -50,7 +50,7 @@ require_normalizer = Bounds(lambda normalizer: normalizer > 0, _WORDS["normalize
 
 @dataclass(frozen=True)
 class LossSettings:
-    """The numbers that a loss is called with; None: it takes none of this name, or is left its own default."""
+    """The numeric arguments of a loss; None: the loss has no such parameter, or keeps its own default."""
 
     threshold: float | None = None  # C
     rejection_threshold: float | None = None  # δ
@@ -59,7 +59,7 @@ class LossSettings:
 
     @classmethod
     def from_config(cls, actor: Mapping[str, Any], parameters: Collection[str]) -> Self:
-        """Read what a loss with these parameters takes, of a config's `actor_rollout_ref.actor` or verl's ActorConfig.
+        """Return the settings of a loss with these parameters, from `actor_rollout_ref.actor` or verl's ActorConfig.
 
         Raises:
             ConfigurationError: If a threshold is out of its bounds, or missing.
@@ -77,19 +77,19 @@ class LossSettings:
         return cls(**found)
 
     def arguments(self) -> dict[str, float]:
-        """Return what a loss is called with, by name."""
+        """Return the arguments of the loss, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def clip_bounds(actor: Mapping[str, Any]) -> tuple[float, float]:
-    """Return ε_low and ε_high of a config's `actor_rollout_ref.actor`: `clip_ratio` where a side has none."""
+    """Return ε_low and ε_high of a config's `actor_rollout_ref.actor`; `clip_ratio` for a side that is not set."""
     low, high = actor.get("clip_ratio_low"), actor.get("clip_ratio_high")
     both = actor["clip_ratio"]
     return float(both if low is None else low), float(both if high is None else high)
 
 
 def require_clip_range(low: object, high: object) -> tuple[float, float]:
-    """Require 0 < ε_low <= 1 and ε_high > 0; the error names the one that is out of bounds."""
+    """Return 0 < ε_low <= 1 and ε_high > 0; the error names the setting that is out of bounds."""
     return require_clip_low(low), require_clip_high(high)
 
 
@@ -112,7 +112,7 @@ def require_bypass(value: object, loss: str) -> None:
 
 
 def require_plain_weights(normalised: object, level: str) -> None:
-    """Require that verl does not normalise weights of this package, of a level of `rollout_weights.WEIGHT_KINDS`."""
+    """Require that verl does not normalise the weights of a level of `rollout_weights.WEIGHT_KINDS`."""
     if normalised:
         raise ConfigurationError(value=normalised, **filled(_WORDS["plain"], level=level))
 
@@ -122,11 +122,11 @@ class Ratio:
     """The ratio of a loss: π(θ) over the policy of the old log-probs.
 
     Attributes:
-        level: What has a ratio of its own: each "token", each "sequence" (response), or nothing ("none").
+        level: The unit that has a ratio: each "token", each "sequence" (response), or nothing ("none").
         clip: How `actor.clip_ratio_low` and `actor.clip_ratio_high` bound the ratio, where a token beyond the bound has
             a gradient of exactly zero: "ratio" to [1 - low, 1 + high]; "dual" the same, and below `clip_ratio_c` where
             the advantage is negative; "log" to [e^-low, e^high]. None: no token loses its gradient to a clip range.
-            The ratio of a sequence that is clipped is the geometric mean of its tokens'.
+            The clipped ratio of a sequence is the geometric mean of its tokens' ratios.
     """
 
     level: Literal["token", "sequence", "none"]
@@ -137,19 +137,19 @@ NO_RATIO = Ratio("none")
 
 VERLS_RATIOS: Mapping[str, Ratio] = {
     "vanilla": Ratio("token", "dual"),
-    "bypass_mode": Ratio("token", "dual"),  # with loss_type=ppo_clip; reinforce has none
+    "bypass_mode": Ratio("token", "dual"),  # with loss_type=ppo_clip; reinforce has no ratio
     "clip_cov": Ratio("token", "ratio"),
     "gspo": Ratio("sequence", "ratio"),
     "geo_mean": Ratio("token", "log"),
-    # the clip range of the first two bounds a divergence of probabilities
+    # in the first two, the clip range bounds a divergence of probabilities
     **dict.fromkeys(("dppo_tv", "dppo_kl", "sapo", "kl_cov", "cispo", "dro"), Ratio("token")),
     "gpg": NO_RATIO,
 }
-"""verl's name of a loss -> its ratio; those of this package stand at their functions (`registry.policy_loss`)."""
+"""verl's name of a loss -> its ratio; this package's losses declare theirs in `registry.policy_loss`."""
 
 
 class ClipRange(NamedTuple):
-    """Where a loss clips, in nats of log-ratio; plain numbers, because it travels to the workers."""
+    """Where a loss clips, in nats of log-ratio; plain numbers, because the range is sent to the workers."""
 
     sequence: bool  # the ratio is that of whole responses
     low: float  # clipped below if the advantage is negative
@@ -157,13 +157,13 @@ class ClipRange(NamedTuple):
     dual: float = math.inf  # clipped above if it is negative
 
     def has_no_gradient(self, log_ratio: "Tensor", advantages: "Tensor") -> "Tensor":
-        """Return where a token of this log-ratio, of a token or a response, and this advantage loses its gradient."""
+        """Return where a token with this advantage and log-ratio (its own or its response's) loses its gradient."""
         beyond = (log_ratio < self.low) | (log_ratio > self.dual)
         return ((log_ratio > self.high) & (advantages > 0)) | (beyond & (advantages < 0))
 
 
 def clip_range(ratio: Ratio, actor: Mapping[str, Any]) -> ClipRange | None:
-    """Return where a loss with this ratio clips, given the config's `actor_rollout_ref.actor`; None: it does not."""
+    """Return where a loss with this ratio clips, given `actor_rollout_ref.actor`; None if the loss does not clip."""
     if ratio.clip is None:
         return None
     low, high = clip_bounds(actor)

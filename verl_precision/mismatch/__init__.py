@@ -2,13 +2,13 @@
 
 statistics      the gap between trainer and rollout: `MismatchStatistics`
 phantom         the gap split into alpha and beta, and phantom clipping: `PhantomStatistics`
-groups          the same, by age of the weights that sampled a response and by turn of an agent loop
-candidates      which responses' tokens a run keeps
+groups          the same statistics by age of the weights that sampled a response, and by turn of an agent loop
+candidates      chooses the responses whose tokens a run keeps
 token_sums      the parts of the metrics: sums over tokens, classes of tokens, the histogram of the gap
 fused           the same sums in one pass, by numba; fused_kernel: the compiled loops
 packing         from padded or jagged batches to chunks of valid tokens
 alarm           warns before a run collapses, with remedies
-drift_detector  sustained growth, and persistence, of one number a step
+drift_detector  sustained growth, and persistence, of one number per step
 metric_names    names of the metrics that alarm and report read
 settings        the block `mismatch` of a config
 

@@ -21,22 +21,22 @@ from verl_precision.mismatch import metric_names as names
 from verl_precision.mismatch.drift_detector import EVERY, Growth, Persistence
 from verl_precision.mismatch.settings import AlarmSettings
 
-# Below these a mismatch is held to be none: |gap| of 1e-5 nats is some ten units of float32's last place at a log-prob
-# of 10, and a seventh of what FP16 shows on the tiny model of the quickstart (7e-5). k3 ≈ gap²/2.
+# A smaller mismatch counts as none: |gap| of 1e-5 nats is about ten units in float32's last place at a log-prob of 10,
+# and a seventh of FP16's gap on the tiny model of the quickstart (7e-5). k3 ≈ gap²/2.
 GAP_FLOOR = 1e-5
 K3_FLOOR = 1e-10
-EVIDENCE_STEPS = 8  # full steps of growth; with more, fewer alarms are false, and all come as many steps later
+EVIDENCE_STEPS = 8  # full steps of growth; more steps give fewer false alarms, but each alarm comes later
 EXTREME_GAP = 0.95  # |π - μ| of a single token
 MOST_CLIPPED = 0.01  # share of phantom-clipped tokens
-FEWEST = 0.2  # effective sample size, or what is kept, as a share of all: below, too few carry the gradient
+FEWEST = 0.2  # least effective sample size, or kept part, as a share of all; below, too few give the gradient
 SYNC_PEARSON, SYNC_GAP = 0.5, 1.0  # correlation of probabilities, and mean |gap| in nats, of one policy
 NOT_FINITE = {
     "trainer_not_finite": names.NONFINITE_TRAINER,
     "rollout_not_finite": names.NONFINITE_ROLLOUT,
     "responses_not_finite": names.NONFINITE_RESPONSES,
 }
-# Measurements in a row until an alarm is raised. NaN once may be one broken sample, three times it is an engine; one
-# step with a policy that is not the trainer's is enough to look, and two rule out a batch of a few tokens.
+# Measurements in a row until an alarm is raised. One NaN may be one broken sample; three in a row point to an engine.
+# One step with another policy than the trainer's is suspicious; two exclude that the batch had only a few tokens.
 PATIENCE = {
     **dict.fromkeys(NOT_FINITE, 3),
     **dict.fromkeys(("extreme_prob_gap", "phantom_clipping", "low_effective_sample_size"), 5),
@@ -49,7 +49,7 @@ _KNOWN = table_of(__file__, "remedies.yaml")
 class Advice:
     """The advice that one alarm gives."""
 
-    meaning: str  # for the run
+    meaning: str  # the meaning for the run
     try_first: tuple[str, ...]  # strongest fix first
     severe: bool  # `on_alarm=stop` ends the run: the gradient is wrong, or there is none
 
@@ -81,12 +81,12 @@ class Alarm:
     metric: str  # name of the metric that raised it
     seen: float  # value of the metric at `step`
     normal: str  # the baseline or bound that it is compared with, in words
-    step: int  # that raised it
-    since_step: int  # at which it began
+    step: int  # the step that raised it
+    since_step: int  # the step at which it began
     advice: Advice
 
     def __str__(self) -> str:
-        """Return it as several lines for people."""
+        """Return the alarm as several lines of text."""
         lines = [f"ALARM {self.name} at step {self.step}, since step {self.since_step}"]
         lines += [f"  {self.metric} = {self.seen:.3g}; {self.normal}", f"  {self.advice.meaning}"]
         lines += ["  Try, strongest first:", *(f"  {i}. {fix}" for i, fix in enumerate(self.advice.try_first, 1))]
@@ -101,7 +101,7 @@ class Limit(NamedTuple):
     allowed: str
 
 
-# Any of an alarm's limits counts. Weights of 0 and 1 have an effective sample size too: what verl's rejection keeps.
+# One limit is enough for an alarm. verl's rejection sets weights of 0 and 1: the kept share is their sample size.
 LIMITS: dict[str, list[Limit]] = {
     **{name: [Limit(key, lambda x: x > 0, "allowed 0")] for name, key in NOT_FINITE.items()},
     "extreme_prob_gap": [
@@ -178,7 +178,7 @@ class MismatchAlarm:
             values = ((names.value_of(metrics, limit.metric), limit) for limit in LIMITS[name])
             found = [(limit.beyond(x), x, limit) for x, limit in values if x is not None and not math.isnan(x)]
             if found:
-                beyond, value, limit = max(found, key=lambda item: item[0])  # the first beyond, or else the first
+                beyond, value, limit = max(found, key=lambda item: item[0])  # the first beyond its limit, or the first
                 if patience.update(step, beyond):
                     raised.append(self._alarm(name, limit.metric, value, limit.allowed, step, patience))
         return raised

@@ -1,8 +1,8 @@
-"""Which responses of a step a run keeps: chosen from micro-batches, ranks and updates, which merge.
+"""Chooses the responses of a step that a run keeps; candidates of micro-batches, ranks and updates merge.
 
-Of N = `mismatch.keep_tokens` responses a step, ⌈N/3⌉ are those of the largest |log-weight|, ⌈(N - ⌈N/3⌉)/2⌉ of the
-others those of the largest single gap, and the rest is drawn by lot from what is left: 6, 5 and 5 of 16. A lot is a
-hash of step and identity, so that a step that is done again draws the same. Ties are broken by lot.
+A step keeps N = `mismatch.keep_tokens` responses: the ⌈N/3⌉ with the largest |log-weight|, then ⌈(N - ⌈N/3⌉)/2⌉ of the
+others with the largest single gap, then the rest by lot: 6, 5 and 5 of 16. A lot is a hash of step and identity, so
+that a repeated step chooses the same responses. Ties are broken by lot.
 """
 
 import hashlib
@@ -20,27 +20,27 @@ REASONS = ("largest weight", "largest gap", "random")
 
 
 def lot_of(step: int, identity: str) -> int:
-    """Return a response's lot in a step, which also tells it from the others: 56 bits."""
+    """Return a response's lot in a step, 56 bits, which also identifies the response."""
     return int.from_bytes(hashlib.blake2b(f"{step} {identity}".encode(), digest_size=7).digest(), "big")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A response that may be kept, with what only the worker may have."""
+    """A response that may be kept, with data that perhaps only the worker has."""
 
     lot: int
     log_weight: float  # Σₜ log π - log μ over the policy's tokens
-    largest_gap: float  # largest |log π - log μ| of one of them; infinite where one is NaN
+    largest_gap: float  # largest |log π - log μ| of one token; infinite if one is NaN
     log_probs: Tensor  # [T] float32, log π
     shadow_log_probs: Tensor | None  # [T] float32
 
     def copied(self) -> "Candidate":
-        """Return the same with log-probs of its own, on the CPU."""
+        """Return the candidate with its own copy of the log-probs, on the CPU."""
         shadow = None if self.shadow_log_probs is None else self.shadow_log_probs.float().cpu().clone()
         return replace(self, log_probs=self.log_probs.float().cpu().clone(), shadow_log_probs=shadow)
 
 
-# One for each of `REASONS`: by what a candidate is chosen, the smallest first; a weight of NaN before all others.
+# A sort key for each of `REASONS`, smallest first; a weight of NaN comes before all others.
 _RANKS: tuple[Callable[[Candidate], tuple[float, int]], ...] = (
     lambda one: (-math.inf if math.isnan(one.log_weight) else -abs(one.log_weight), one.lot),
     lambda one: (-one.largest_gap, one.lot),
@@ -57,9 +57,9 @@ def shares_of(keep: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The responses of a piece of a step that the whole may keep; mergeable, whatever the cut.
+    """The responses of a piece of a step that the whole step may keep; mergeable for every split.
 
-    A response of each share may have been taken by the shares before it, so as many more are candidates.
+    Earlier shares may take the responses of a later share, so each share has as many more candidates.
     """
 
     keep: int
@@ -68,11 +68,11 @@ class Candidates:
     @classmethod
     @torch.no_grad()
     def of_batch(cls, keep: int, lots: Sequence[int], batch: FlatBatch, lengths: Sequence[int] | None = None) -> Self:
-        """Choose from a batch, or a part of one; a response without a token of the policy is no candidate.
+        """Return the candidates of a batch, or of a part of one: responses with at least one token of the policy.
 
-        Log-probs are the trainer's, a shadow's if there is one, and the rollout's; the mask is nonzero where the policy
-        wrote the token: what other tokens hold never matters. A lot that is negative is that of padding. `lengths` has
-        the tokens of each response, where they are padded.
+        Log-probs are the trainer's, a shadow's if there is one, and the rollout's. The mask is nonzero where the policy
+        wrote the token; other tokens have no effect. A negative lot means padding. `lengths` are the tokens of each
+        response, if responses are padded.
         """
         (trainer_N, *shadow, rollout_N), bounds, known = batch.log_probs, batch.offsets.tolist(), []
         for row, (lot, begin, end) in enumerate(zip(lots, bounds[:-1], bounds[1:], strict=True)):

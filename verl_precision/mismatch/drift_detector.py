@@ -1,6 +1,6 @@
-"""The two detectors of the alarm, as plain arithmetic on one number a step: sustained growth, and persistence.
+"""The two detectors of the alarm, as plain arithmetic on one number per step: sustained growth, and persistence.
 
-Both fire once, and again only after a clear recovery. Their state is plain JSON.
+Each detector fires once, and again only after a clear recovery. Their state is plain JSON.
 """
 
 import math
@@ -10,25 +10,25 @@ from typing import Any
 
 # A normal distribution's standard deviation over its median absolute deviation.
 SIGMA_PER_MAD = 1.4826
-# What comes back counts from this many times the steps in a row on, if it is seen at every fourth measurement.
+# A condition comes back if it holds in RETURNS times `steps` measurements, in one of EVERY measurements or more.
 RETURNS, EVERY = 2, 4
 
 
 @dataclass
 class Persistence:
-    """A condition that holds in `steps` measurements in a row, ≥ 1, or that comes back.
+    """A condition that holds in `steps` (≥ 1) measurements in a row, or that comes back.
 
-    It comes back where it holds in `RETURNS` times as many, at every `EVERY`th or more often. It has recovered after
-    `steps` measurements without it, at least `EVERY`. A step without measurement changes nothing.
+    It comes back if it holds in `RETURNS` times as many measurements, in one of `EVERY` or more. It has recovered
+    after `steps` measurements (at least `EVERY`) without the condition. A step without measurement changes nothing.
     """
 
     steps: int
     recent: list[int | None] = field(default_factory=list)  # of each measurement: its step, None if it does not hold
-    since: int | None = None  # while active, the first step of what made it fire
+    since: int | None = None  # while active, the first step of the evidence
     active: bool = False  # has fired and not recovered
 
     def update(self, step: int, holds: bool) -> bool:
-        """Take one measurement; return whether it fires now."""
+        """Take one measurement; return whether the detector fires now."""
         if holds or self.recent:
             self.recent = [*self.recent, step if holds else None][-EVERY * RETURNS * self.steps + EVERY - 1 :]
         if self.active:
@@ -45,11 +45,11 @@ class Persistence:
         return self.active
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
+        """Return the state that a resumed run needs."""
         return {"recent": [*self.recent], "since": self.since, "active": self.active}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over a state."""
+        """Restore a state."""
         self.recent, self.active = [*state["recent"]], state["active"]
         self.since = state["since"] if self.active else None
 
@@ -63,30 +63,30 @@ class Growth:
         score = clip(2 (x - m) / tolerance - 2, -1, 1);  S ← clip(S + score, 0, evidence_steps)
 
     The score is 0 at the allowed level, 1 from tolerance/2 above it and -1 from tolerance/2 below it (all in nats): S
-    counts steps of evidence. It fires when S reaches `evidence_steps`, or when scores of 1 come back often enough for
-    `Persistence`, whose S returns to 0 in between. It has recovered when S is 0 and they are over. CUSUM: Page,
-    Continuous Inspection Schemes, Biometrika 41 (1954), https://doi.org/10.1093/biomet/41.1-2.100.
+    counts steps of evidence. The detector fires when S reaches `evidence_steps`, or when scores of 1 come back often
+    enough for `Persistence`, although S returns to 0 in between. It has recovered when S is 0 and they are over. CUSUM:
+    Page, Continuous Inspection Schemes, Biometrika 41 (1954), https://doi.org/10.1093/biomet/41.1-2.100.
 
-    NaN is passed over, and so is an infinite value within the baseline. After it, that is a full step of growth.
+    NaN is ignored, and so is an infinite value in the baseline. After the baseline, infinity is a full step of growth.
     """
 
-    power: int  # 1, or 2 for a number that grows with the square root of what `allowed_growth` speaks of
-    floor: float  # values below are held there: the rounding of equal numbers in float32 is no growth
+    power: int  # 1, or 2 for a number that grows with the square root of the quantity of `allowed_growth`
+    floor: float  # smaller values count as this: the rounding of equal numbers in float32 is no growth
     baseline_steps: int
     allowed_growth: float  # factor above the baseline that is tolerated for ever, > 1
     evidence_steps: int  # full steps of evidence before it fires
     baseline: list[float] = field(default_factory=list)  # x of the baseline so far, nats
     evidence: float = 0.0  # S, steps
-    since: int | None = None  # the step at which S last left 0, or what comes back began; None if neither is there
+    since: int | None = None  # the step at which S last left 0, or returning scores of 1 began; None without either
     active: bool = False  # has fired and not recovered
     returning: Persistence = field(init=False)  # scores of 1
 
     def __post_init__(self) -> None:
-        """Begin without scores of 1."""
+        """Create the detector for scores of 1."""
         self.returning = Persistence(self.evidence_steps)
 
     def update(self, step: int, value: float) -> bool:
-        """Take the value of one step; return whether it fires now."""
+        """Take the value of one step; return whether the detector fires now."""
         if math.isnan(value):
             return False
         log_value = self.power * math.log(max(value, self.floor))
@@ -115,18 +115,18 @@ class Growth:
         return centre, max(math.log(self.allowed_growth), 2 * sigma)
 
     def normal(self) -> str:
-        """Say what a value is compared with."""
+        """Return the baseline and the allowed value in words."""
         centre, tolerance = self.reference()
         usual, allowed = (math.exp(x / self.power) for x in (centre, centre + tolerance))
         return f"baseline of the first {self.baseline_steps} steps {usual:.3g}, allowed {allowed:.3g}"
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs."""
+        """Return the state that a resumed run needs."""
         own = {"baseline": [*self.baseline], "evidence": self.evidence, "since": self.since, "active": self.active}
         return {**own, "returning": self.returning.state()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over a state; a baseline of another length is completed, or cut to the first steps."""
+        """Restore a state; a baseline of another length is completed, or cut to the first steps."""
         self.baseline = [float(x) for x in state["baseline"]][: self.baseline_steps]
         self.evidence = min(float(state["evidence"]), float(self.evidence_steps))
         self.since, self.active = state["since"], bool(state["active"])

@@ -1,7 +1,7 @@
-"""The fast way to measure a batch: numba's single pass over the arrays, on a CPU; `kernel_for` says when.
+"""The fast way to measure a batch: numba's single pass over the arrays, on a CPU; `kernel_for` decides when.
 
 torch reads and writes each of its temporaries, and packs the valid tokens first. The kernel (`fused_kernel.py`) reads
-the batch where it lies, and writes nothing. Both give the same sums up to float64 rounding, and the same histogram.
+the batch in place, and writes no temporaries. Both give the same sums up to float64 rounding, and the same histogram.
 """
 
 import functools
@@ -19,16 +19,16 @@ from verl_precision.base.mergeable import Count, Statistic
 from verl_precision.mismatch.packing import FlatBatch, slices
 from verl_precision.mismatch.token_sums import TokenSums, counts_of_bits, totals_of_signed
 
-# Tokens, padding included. Below, torch takes 10 ms at most, and importing and compiling the kernel is not worth it.
+# Tokens, padding included. With fewer, torch takes at most 10 ms, less than the import and compilation of the kernel.
 SMALLEST_BATCH = 1 << 18
-# Tokens of a piece that one thread takes at a time: 5 ms of work, beside which handing out is little.
+# Tokens of a piece that one thread takes at a time: 5 ms of work, so that distributing the pieces costs little.
 PIECE_TOKENS = 1 << 19
 
 logger = logging.getLogger("verl_precision.mismatch")
 
 
 class Measured(NamedTuple):
-    """The result of one pass over a batch; tensors of responses are on the CPU, numbers of whole ones in float64."""
+    """The result of one pass over a batch; tensors of responses are on the CPU, those of whole responses in float64."""
 
     counts: Mapping[str, Statistic]  # metrics of how many tokens there are, and how many were left out
     sums: TokenSums | None  # over the tokens; None if there are none
@@ -39,7 +39,7 @@ class Measured(NamedTuple):
 
 
 def kernel_for(tokens: Tensor) -> ModuleType | None:
-    """Return the kernel's module, if it measures a batch of these tokens; None: torch does."""
+    """Return the kernel's module if the kernel measures a batch of these tokens; None if torch does."""
     return _kernel() if tokens.device.type == "cpu" and tokens.numel() >= SMALLEST_BATCH else None
 
 
@@ -47,7 +47,7 @@ def kernel_for(tokens: Tensor) -> ModuleType | None:
 def _kernel() -> ModuleType | None:
     try:
         from verl_precision.mismatch import fused_kernel
-    # numba is not installed, or not made for this NumPy; or no folder can be written for what it compiles
+    # numba is not installed, or not made for this NumPy; or there is no writable folder for compiled code
     except (ImportError, RuntimeError) as error:
         logger.warning("large batches are measured with torch, which is several times slower: %s", error)
         return None
@@ -63,7 +63,7 @@ def measure(batch: FlatBatch) -> Measured:
 
 
 def _measure_piece(batch: FlatBatch, piece: tuple[slice, Tensor]) -> tuple[np.ndarray, ...]:
-    """Hand some responses to the kernel, as views where their types are the kernel's."""
+    """Pass some responses to the kernel, as views if their dtypes fit; return the kernel's results."""
     kernel, (tokens, lengths_R) = _kernel(), piece
     assert kernel is not None
     dtype = torch.float64 if any(each.dtype == torch.float64 for each in batch.log_probs) else torch.float32

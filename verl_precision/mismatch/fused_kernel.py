@@ -12,7 +12,7 @@ import numpy as np
 from numba import float64, njit
 from numba.extending import intrinsic
 
-# numba's cache looks at the date of this file alone: after a change of a constant that comes from elsewhere, touch it.
+# numba's cache checks only the date of this file: touch the file after a change of an imported constant.
 from verl_precision.mismatch.token_sums import (
     BITS_LEFT,
     CLASSES,
@@ -75,12 +75,12 @@ _least, _most = _extreme("<"), _extreme(">")
 
 @njit(error_model="numpy")
 def exponential(x):
-    """Return 2ⁿ, e^r - 1 - r and r of an x in [-708, 709]; e^x = 2ⁿ e^r."""
+    """Return 2ⁿ, e^r - 1 - r and r for an x in [-708, 709]; e^x = 2ⁿ e^r."""
     shifted = _product_plus(x, 1 / math.log(2), ROUNDER)
     n = shifted - ROUNDER
     power = np.int64((np.float64(shifted).view(np.int64) + ROUNDER_EXPONENT) << 52).view(np.float64)
     r = _product_plus(n, -LN2_LOW, _product_plus(n, -LN2_HIGH, x))
-    # Pairs of terms, and pairs of pairs: a vector instruction waits for few others (Estrin's scheme).
+    # Pairs of terms, and pairs of pairs, so that a vector instruction waits for few others (Estrin's scheme).
     r2 = r * r
     r4 = r2 * r2
     low = _product_plus(_pair(2, r), r2, _pair(0, r))
@@ -160,15 +160,15 @@ def _valid(mask):
 
 @njit(nogil=True, error_model="numpy", cache=True)
 def measure_responses(pi, mu, mask, signs, begins, lengths):
-    """Sum over the tokens of some responses.
+    """Return sums over the tokens of some responses.
 
-    Log π, log μ (float32 or float64), mask and advantages (`signs`) are flat arrays. `begins` [B] int64 says where each
-    response begins in them, `lengths` [B] int64 how long it is.
+    Log π, log μ (float32 or float64), mask and advantages (`signs`) are flat arrays. `begins` [B] int64 is where each
+    response begins in them, `lengths` [B] int64 is its length.
 
-    Returned are the 13 sums in the order of `TokenSums`; [2 CLASSES] tokens of each class, those with a negative gap
-    apart, and their gaps; the [2 HALF] counts of the histogram; [2], tokens that are not finite, and others above 0;
-    [2] each, the smallest and the largest gap and difference, infinite without tokens; and [3, B], the sum of each
-    response's gaps, its tokens (-1 if it is not whole), and the gap of the last one.
+    The result has the 13 sums in the order of `TokenSums`; [2 CLASSES] tokens of each class, with a class apart for
+    negative gaps, and their gaps; the [2 HALF] counts of the histogram; [2] tokens that are not finite, and tokens
+    above 0; [2] each, the smallest and the largest gap and difference, infinite without tokens; and [3, B], the sum of
+    each response's gaps, its number of tokens (-1 if it is not whole), and the gap of its last token.
     """
     added, lows, highs = np.zeros(ADDED), np.full(2, np.inf), np.full(2, -np.inf)
     tokens, gaps = np.zeros(2 * CLASSES, np.int64), np.zeros(2 * CLASSES)

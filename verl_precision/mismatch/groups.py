@@ -1,8 +1,8 @@
 """The mismatch of parts of a batch: by age of the weights that sampled a response, and by turn.
 
-A response of the current version was sampled with the weights that the trainer scores it with: its gap is precision
-alone. In asynchronous training others are older, and their gap is also what the policy has learned since. A turn of an
-agent loop is a maximal run of tokens that the policy wrote, as the response mask tells; tool output is never counted.
+A response of the current version was sampled with the weights that the trainer scores it with, so its gap comes from
+precision alone. In asynchronous training other responses are older, and their gap also contains the policy's change. A
+turn of an agent loop is a maximal run of tokens that the policy wrote, by the response mask, without tool output.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from verl_precision.mismatch.packing import FlatBatch
 from verl_precision.mismatch.phantom import PhantomStatistics
 from verl_precision.mismatch.statistics import MismatchStatistics
 
-# Responses this many versions behind, or more, are measured together; and this turn with all later ones.
+# Responses this many or more versions behind are measured together, and so are this turn and all later turns.
 FURTHEST_VERSION, FURTHEST_TURN = 3, 8
 ENGINES = "nonfinite_trainer_tokens", "nonfinite_rollout_tokens"
 
@@ -44,7 +44,7 @@ class MismatchByVersion:
             part = batch.only(groups_B == group)
             measured = MismatchStatistics.of_batch(part)
             counts = dict.fromkeys(ENGINES, measured.statistics["nonfinite_tokens"])
-            if counts[ENGINES[0]].value():  # whose they are takes a second look
+            if counts[ENGINES[0]].value():  # only then find the engine that gave them
                 broken = (~each.isfinite() & part.mask.bool() for each in part.log_probs)
                 counts = {name: Count(tokens.sum()).on_cpu() for name, tokens in zip(ENGINES, broken, strict=True)}
             found[group] = MismatchStatistics({**measured.statistics, **counts})
@@ -86,9 +86,9 @@ def beta_of_current_version(
 
 
 def turns_of(mask_N: Tensor, offsets: Tensor) -> Tensor:
-    """Return [N] int64, the number, from 1, of the turn in which the policy wrote each token; 0: it did not.
+    """Return [N] int64: the turn, from 1, in which the policy wrote each token; 0 for tokens that it did not write.
 
-    The mask is of flat responses, which begin at `offsets` ([B + 1]), and nonzero where the policy wrote the token.
+    `mask_N` has flat responses, which begin at `offsets` ([B + 1]), and is nonzero where the policy wrote the token.
     """
     mask_N = mask_N.bool()
     begins_N = mask_N.clone()
@@ -101,7 +101,7 @@ def turns_of(mask_N: Tensor, offsets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MismatchByTurn(StatisticSet):
-    """The metrics `mismatch/turn_<k>/...`, mergeable; none if no response has a second turn."""
+    """The metrics `mismatch/turn_<k>/...`, mergeable; empty if no response has a second turn."""
 
     prefix: ClassVar[str] = ""
 
@@ -110,9 +110,9 @@ class MismatchByTurn(StatisticSet):
     def of_batch(cls, batch: FlatBatch, whole: MismatchStatistics, lengths: Tensor | None = None) -> Self:
         """Measure a batch, or a part of one, of the trainer's and the rollout's log-probs.
 
-        `whole` are its statistics, which are those of turn 1 where there is no other. `lengths` is [B], the tokens of
-        each response where they are padded, tool output included. Padding and tool output never matter, whatever they
-        hold.
+        `whole` are the statistics of the batch, which are those of turn 1 if there is no other turn. `lengths` [B] are
+        the tokens of each response, with tool output, if responses are padded. The values of padding and tool output
+        have no effect.
         """
         turns_N = turns_of(batch.mask, batch.offsets)
         written, most = turns_N.count_nonzero().double().cpu(), int(turns_N.max()) if len(turns_N) else 0

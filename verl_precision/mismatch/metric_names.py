@@ -1,6 +1,6 @@
 """Names of the metrics that the alarm and the report read, in one place.
 
-verl puts `actor/` before what an update of the actor reports (`actor/precision/loss_scale`); `value_of` finds both.
+verl puts `actor/` before the metrics of an actor update (`actor/precision/loss_scale`); `value_of` finds both.
 """
 
 import math
@@ -24,15 +24,15 @@ TOKEN_WEIGHT_ESS = "is_weight_token_ess_fraction"
 REJECTED_RESPONSES = "rollout_corr/rejected_responses"
 KEPT_RESPONSES = "rollout_corr/kept_response_fraction"
 KEPT_TOKENS = "rollout_corr/kept_token_fraction"
-REJECTED_TOKENS = "rollout_corr/rollout_rs_masked_fraction"  # verl's own: in its bypass_mode loss nobody else sees them
-# Effective sample sizes as fractions -> of what.
+REJECTED_TOKENS = "rollout_corr/rollout_rs_masked_fraction"  # verl's own; no other metric has those of its bypass_mode
+# Effective sample sizes as fractions -> their unit.
 SAMPLE_SIZES = {WEIGHT_ESS: "responses", KEPT_RESPONSES: "responses", TOKEN_WEIGHT_ESS: "tokens", KEPT_TOKENS: "tokens"}
 LOSS_SCALE = "precision/loss_scale"
 SKIPPED_STEPS = "precision/skipped_steps"
 ACTIVE_ALARMS = "alarm/active_count"
 
 ACTOR = "actor/"
-# What is also measured of the responses of each version, and of the tokens of each turn, where there are several.
+# Metrics that are also measured for each version of responses, and for each turn, if there are several.
 BY_VERSION = ("mismatch/tokens", K3_KL, LOG_PROB_GAP)
 
 
@@ -47,7 +47,7 @@ def of_turn(turn: int, key: str) -> str:
 
 
 def of_current_version(metrics: Mapping[str, object], key: str) -> float | None:
-    """Return a metric of `BY_VERSION` of the responses that the present weights sampled: no staleness is in it."""
+    """Return a metric of `BY_VERSION` of the responses that the present weights sampled, without staleness."""
     stale = value_of(metrics, STALE_FRACTION)
     return value_of(metrics, behind(0, key) if stale else key)
 
@@ -55,7 +55,7 @@ def of_current_version(metrics: Mapping[str, object], key: str) -> float | None:
 def value_of(metrics: Mapping[str, object], key: str) -> float | None:
     """Return a metric of a step, with or without verl's `actor/` before it.
 
-    It may be NaN or infinite; NaN for a null (verl's file logger writes NaN so). None: it was not measured.
+    The value may be NaN or infinite; null is NaN, because verl's file logger writes NaN as null. None: not measured.
     """
     for name in (key, ACTOR + key):
         if name in metrics:

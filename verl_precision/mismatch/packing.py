@@ -1,4 +1,4 @@
-"""From padded or jagged batches to chunks of valid tokens: what every statistic of this package streams over.
+"""From padded or jagged batches to chunks of valid tokens, from which every statistic of this package is computed.
 
 Shapes: B responses, T response tokens (padded), N valid tokens of a chunk, R responses of a chunk.
 """
@@ -13,8 +13,8 @@ from torch import Tensor
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.mergeable import Count, Statistic
 
-# Tokens (padding included) taken at a time. On a CPU a chunk's float64 temporaries are then a few MiB, about the size
-# of the cache. A GPU wants few, large kernels.
+# Tokens (padding included) of one chunk. On a CPU a chunk's float64 temporaries are then a few MiB, about the size
+# of the cache. A GPU is faster with few, large kernels.
 CPU_CHUNK_TOKENS = 1 << 17
 GPU_CHUNK_TOKENS = 1 << 22
 
@@ -52,7 +52,7 @@ class Chunk:
 
     @property
     def last_R(self) -> Tensor:
-        """[R] int64, where among the N tokens the last of each response is; meaningless for a response without any."""
+        """[R] int64, the place of each response's last token among the N tokens; meaningless without tokens."""
         return self.lengths_R.cumsum(0) - 1
 
 
@@ -72,9 +72,9 @@ def flattened(
 ) -> FlatBatch:
     """Require one shape and layout of a batch's tensors, and flatten them.
 
-    Log-probs, of the trainer, of a shadow if there is one, and of the rollout, are [B, T] floating, in nats, or all of
-    them nested (`torch.jagged`); the mask [B, T], nonzero where a token counts, or nested, or None for all nested ones;
-    advantages as the log-probs, or [B], or None: they have no sign; `ended` [B] bool, or None.
+    The log-probs of the trainer, of a shadow if there is one, and of the rollout are [B, T] floating, in nats, or all
+    nested (`torch.jagged`). The mask is [B, T], nonzero where a token counts, or nested, or None (all nested tokens).
+    Advantages are like the log-probs, or [B], or None (no sign). `ended` is [B] bool, or None.
     """
     first, names = log_probs[0], ("trainer", "rollout") if len(log_probs) == 2 else ("trainer", "shadow", "rollout")
     if mask is None and not first.is_nested:
@@ -107,7 +107,7 @@ def flattened(
 
 
 def slices(batch: FlatBatch, chunk_tokens: int) -> Iterator[tuple[slice, Tensor]]:
-    """Cut a batch into at least one piece of whole responses: its place in all tokens, and the responses' lengths."""
+    """Yield pieces of whole responses, at least one: the place of each in all tokens, and its responses' lengths."""
     bounds, lengths, start = batch.offsets.tolist(), batch.offsets.diff(), 0
     while True:
         stop = min(start + 1, len(lengths))
@@ -120,7 +120,7 @@ def slices(batch: FlatBatch, chunk_tokens: int) -> Iterator[tuple[slice, Tensor]
 
 
 def _usable(log_probs: list[Tensor], advantages_N: Tensor, lengths_R: Tensor) -> Chunk:
-    """Leave out tokens with a log-prob that is not finite or above 0; rare, so looked for by the extremes first."""
+    """Return the chunk without tokens whose log-prob is not finite or above 0; the extremes show if there are any."""
     whole_R = lengths_R > 0
     nonfinite = positive = lengths_R.new_zeros(())
     extremes = [bound for values in log_probs if len(values) for bound in values.aminmax()]

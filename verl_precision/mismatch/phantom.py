@@ -6,7 +6,7 @@ With a shadow, a forward of the trainer's present weights in the rollout's preci
     alpha = log shadow(yₜ) - log μ(yₜ)     same precision, the policy's real change
 
 so alpha + beta = log π - log μ, the log-ratio of a loss in bypass mode. A token is clipped when the loss takes its
-clipped branch and its gradient is exactly zero (`losses.settings.ClipRange` says where). It is phantom-clipped when
+clipped branch and its gradient is exactly zero (`losses.settings.ClipRange` decides where). It is phantom-clipped when
 it is clipped with beta, and would not be clipped without. Sources: docs/metrics.md.
 """
 
@@ -89,7 +89,7 @@ def _token_statistics(chunk: Chunk) -> dict[str, Statistic]:
 
 
 def _clip_statistics(chunk: Chunk, clip: ClipRange, beta_in_ratio: bool, counted_R: Tensor) -> dict[str, Statistic]:
-    """Return metrics of clipped tokens, with and without beta; `counted_R`: whose last token counts."""
+    """Return metrics of clipped tokens, with and without beta; `counted_R`: the responses whose last token counts."""
     trainer_N, shadow_N, mu_N = chunk.log_probs
     advantages_N = chunk.advantages_N
 

@@ -3,8 +3,8 @@
     g = log π(yₜ) - log μ(yₜ) at each token,  s = Σₜ gₜ of each response
 
 π is the trainer's policy, μ the rollout's, yₜ the tokens the rollout sampled. docs/metrics.md defines every metric.
-To add one, add an entry to `_token_statistics` or `_response_statistics`, and a row to that page; new sums over tokens
-go into `token_sums.py`.
+To add a metric, add an entry to `_token_statistics` or `_response_statistics`, and a row to that page; new sums over
+tokens go into `token_sums.py`.
 """
 
 import math
@@ -140,7 +140,7 @@ def _token_statistics(sums: TokenSums) -> dict[str, mergeable.Statistic]:
 
 
 def _response_statistics(log_ratio_B: Tensor, length_B: Tensor) -> dict[str, mergeable.Statistic]:
-    """Return metric -> statistic, of whole responses: s = log ρ of each, and its tokens."""
+    """Return metric -> statistic of whole responses, from s = log ρ and the number of tokens of each."""
     n = log_ratio_B.new_full((), len(log_ratio_B))
     if not n:
         return {"responses": mergeable.Count(n)}

@@ -1,12 +1,12 @@
 """Mergeable parts of the token metrics: classes of tokens, the histogram of the gap, and sums.
 
-A token's class is its probability by the rollout and the sign of its advantage: the precision gap is up to 50 times
+A token's class is its probability in the rollout and the sign of its advantage: the precision gap is up to 50 times
 larger on tokens of low probability, and it correlates with the advantage (source: docs/metrics.md).
 
-The histogram has a fixed signed-log grid, so that those of pieces add up, and so do the quantiles read off it. From
-2⁻³⁰ to 2¹² nats each octave of |g| has 16 bins of equal width, so a bin is at most 1/16 of its values wide; one bin
-holds |g| < 2⁻³⁰ (9e-10), one each g beyond ±4096. A bin is found from the bits of g as float32 (sign, exponent, first
-four bits of the mantissa): no search, no logarithm.
+The histogram has a fixed signed-log grid, so that the histograms of pieces add up to the histogram, and thus to the
+quantiles, of the whole. From 2⁻³⁰ to 2¹² nats each octave of |g| has 16 bins of equal width, so a bin is at most 1/16
+of its values wide; one bin has |g| < 2⁻³⁰ (9e-10), and one bin at each end has g beyond ±4096. The bits of g as float32
+(sign, exponent, first four bits of the mantissa) give the bin, without search or logarithm.
 
 `fused_kernel.py` fills the same sums in one pass. A new sum is a field here, an entry at its place in `sums_of`, and a
 line in `fused_kernel._sum`.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from verl_precision.base.mergeable import Mean, Statistic, added, largest, same, smallest
 
-# Decades of μ(yₜ): likely tokens first. A token exactly on an edge is on either side, as float64 rounds its logarithm.
+# Decades of μ(yₜ): likely tokens first. A token exactly on an edge may fall on either side, as float64 rounds its log.
 PROBABILITY_BINS = ("prob_1e-1_1", "prob_1e-2_1e-1", "prob_1e-3_1e-2", "prob_1e-4_1e-3", "prob_0_1e-4")
 SIGN_COUNT = 3  # negative, none, positive
 CLASSES = len(PROBABILITY_BINS) * SIGN_COUNT
@@ -28,7 +28,7 @@ NATS_TO_DECADES, LAST_BIN = -1 / math.log(10), len(PROBABILITY_BINS) - 1
 
 LOWEST, HIGHEST = -30, 12  # octaves of the histogram, as powers of 2
 PER_OCTAVE = 16
-# A float32's bits, as an integer, are shifted by these; `HALF` is then the number of bins of either sign.
+# The bits of a float32, as an integer, are shifted by BITS_LEFT; `HALF` is then the number of bins of each sign.
 BITS_LEFT, HALF = 19, 1 << 12
 _LOW, _HIGH = (127 + LOWEST) * PER_OCTAVE, (127 + HIGHEST) * PER_OCTAVE  # 127: the exponent's bias
 QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
@@ -43,7 +43,7 @@ LARGEST_GAP_SQUARED = LARGEST_GAP / 2  # the same for chi-square, which squares 
 def token_classes(rollout_log_probs_N: Tensor, advantages_N: Tensor) -> Tensor:
     """Return [N] int32, 3 x bin + sign; an advantage of 0 or NaN has no sign."""
     bins_N = (rollout_log_probs_N * NATS_TO_DECADES).clamp_(max=LAST_BIN)
-    return bins_N.to(torch.int32).mul_(SIGN_COUNT).add_(1).add_(advantages_N.sign().to(torch.int32))  # of NaN it is 0
+    return bins_N.to(torch.int32).mul_(SIGN_COUNT).add_(1).add_(advantages_N.sign().to(torch.int32))  # NaN: 0
 
 
 def class_totals(classes_N: Tensor, values_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,7 +54,7 @@ def class_totals(classes_N: Tensor, values_N: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def totals_of_signed(counts: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same from numbers and sums, [2 CLASSES] each: of values without a sign, then of negative ones."""
+    """Return the class totals from counts and sums, [2 CLASSES] each: positive values first, then negative values."""
     positive, negative = sums.view(2, CLASSES)
     return counts.view(2, CLASSES).sum(dim=0).double(), positive + negative, positive - negative
 
@@ -82,7 +82,7 @@ class ClassMean(Mean):
 
 @dataclass(frozen=True)
 class BinShares(Statistic):
-    """The share of the tokens that each bin has."""
+    """The share of the tokens in each bin."""
 
     tokens: Tensor = added()
 
@@ -118,7 +118,7 @@ def gap_counts(gap_N: Tensor) -> Tensor:
 
 
 def counts_of_bits(tokens: Tensor) -> Tensor:
-    """Return the same counts from how often each value of the shifted bits occurred: [2 HALF], negative gaps first."""
+    """Return the counts of `gap_counts` from those of each value of the shifted bits: [2 HALF], negative gaps first."""
     negative, positive = tokens.split(HALF)
     ends = torch.stack([negative[_HIGH:].sum(), negative[:_LOW].sum() + positive[:_LOW].sum(), positive[_HIGH:].sum()])
     middle = negative[_LOW:_HIGH].flip(0), positive[_LOW:_HIGH]
@@ -134,7 +134,7 @@ def gap_centres() -> Tensor:
 
 
 def quantile(values: Tensor, counts: Tensor, q: float) -> float:
-    """Return the q-quantile of values that occur so often: the smallest x with F(x) ≥ q."""
+    """Return the q-quantile of values with these counts: the smallest x with F(x) ≥ q."""
     order = values.argsort()
     cumulated = counts[order].cumsum(0)
     return values[order][torch.searchsorted(cumulated, q * cumulated[-1])].item()
@@ -175,7 +175,7 @@ def sums_of(pi_N: Tensor, mu_N: Tensor, gap_N: Tensor, advantages_N: Tensor) -> 
     of_classes = class_totals(token_classes(mu_N, advantages_N), gap_N)
     histogram, squares, (gap_min, gap_max) = gap_counts(gap_N), gap_N.dot(gap_N), gap_N.aminmax()
     capped_N, probs_N = gap_N.clamp(max=LARGEST_GAP), mu_N.exp()
-    excess_N = capped_N.expm1()  # e^g - 1; taking 1 from e^g would lose the digits of a small g
+    excess_N = capped_N.expm1()  # e^g - 1; a subtraction of 1 from e^g would lose the digits of a small g
     squared_N = excess_N if gap_max <= LARGEST_GAP_SQUARED else gap_N.clamp(max=LARGEST_GAP_SQUARED).expm1()
     chi_square = squared_N.dot(squared_N) + 2 * squared_N.sum()  # e^2g - 1 = (e^g - 1)² + 2 (e^g - 1)
     diff_N = torch.where(gap_N > LARGEST_GAP, pi_N.exp() - probs_N, probs_N * excess_N)  # π - μ = μ (e^g - 1)

@@ -20,20 +20,20 @@ class Bf16Grid:
 
         f̂ = Σₜ nₜ·cₜ/mₜ / Σₜ nₜ
 
-    Of tensor t with nₜ elements mₜ are looked at (`sample`), and cₜ of these are counted. f̂ estimates the share of all
+    Of the nₜ elements of tensor t, mₜ are sampled (`sample`), and cₜ of these count. f̂ estimates the share of all
     weights, with a standard error of √(Σₜ (nₜ/N)²·fₜ(1 - fₜ)/mₜ·(1 - mₜ/nₜ)), N = Σₜ nₜ and fₜ the share in tensor t:
     at most 0.8% for a single tensor, and 0.8%/√K for K tensors of one size (stratified sampling, Cochran, Sampling
     Techniques, 1977, chapter 5). Between syncs 8 KiB of each tensor stay on its device; only `take` waits for it.
     """
 
     def __init__(self) -> None:
-        """Begin without a sync before: crossings are counted from the second sync on, also after a resume."""
+        """Begin without an earlier sync: crossings are counted from the second sync on, also after a resume."""
         self._before: dict[str, Tensor] = {}  # name -> bits of the sample in BF16, at the latest sync
         self._counted: dict[torch.device, Tensor] = {}  # [2] float64: Σ nₜ·cₜ/mₜ of crossings, of elements off the grid
-        self._compared = self._seen = 0  # Σ nₜ of the tensors with a sync before, and of all
+        self._compared = self._seen = 0  # Σ nₜ of the tensors with an earlier sync, and of all tensors
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield a stream of weights (no DTensors, not yet rounded for the rollout) unchanged, and count its numbers."""
+        """Yield a stream of weights (no DTensors, not yet rounded for the rollout) unchanged and count them."""
         for name, weight in weights:
             if weight.is_floating_point() and weight.numel():
                 self._count(name, weight.detach())
@@ -42,7 +42,7 @@ class Bf16Grid:
     def take(self) -> dict[str, float]:
         """Return the metrics of the syncs since the last call, and start counting anew.
 
-        Crossings need a sync before. A NaN is off the grid, and crosses when its bits change.
+        Crossings need an earlier sync. A NaN is off the grid, and crosses when its bits change.
         """
         crossings, off_grid = sum((counted.cpu() for counted in self._counted.values()), torch.zeros(2)).tolist()
         found = {CROSSINGS: crossings / self._compared} if self._compared else {}
@@ -61,12 +61,12 @@ class Bf16Grid:
         self._counted[weight.device] = self._counted.get(weight.device, 0) + counts
         self._seen += weight.numel()
         self._compared += 0 if before is None else weight.numel()
-        # A copy even where nothing was rounded: the trainer goes on to write to its weights.
+        # Copy BF16 weights too: the trainer continues to write to them.
         self._before[name] = bits.clone() if weight.dtype == torch.bfloat16 else bits
 
 
 def sample(weight: Tensor) -> Tensor:
-    """Return every k-th element, at most 4096; k shares no factor with a row, so that all columns have a part."""
+    """Return every k-th element, at most 4096; k has no common factor with a row, so that all columns have a part."""
     step = -(-weight.numel() // SAMPLE)
     row = weight.shape[-1] if weight.dim() else 1
     while math.gcd(step, row) > 1:

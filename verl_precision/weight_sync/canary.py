@@ -1,7 +1,7 @@
 """The canary compares log-probs of fixed sequences, as the rollout serves them, with the trainer's. Pure torch.
 
 After a sync each replica and the trainer score a few fixed token sequences. The test works for every storage format of
-the weights. It finds every fault that moves log-probs by more than the rounding of the two dtypes.
+the weights. The test finds every fault that moves log-probs by more than the rounding of the two dtypes.
 """
 
 import math
@@ -13,23 +13,23 @@ from torch import Tensor
 
 CANARY_GAP, CANARY_BOUND = "weight_sync/canary_gap", "weight_sync/canary_bound"
 
-# Gaps are judged in units of ε·(1 + mean |log π|), with ε of the coarsest grid on the way: rounding errors of logits
-# grow with the logits, so a policy with little entropy has a larger gap in the same good health.
-# Measured in good health (docs/weight_sync.md): 0.02 to 2.3 units.
-FIRST_LIMIT = 16.0  # until the bound has been learned; only another model is that far away
+# Gaps are judged in units of ε·(1 + mean |log π|), with ε of the coarsest grid on the way. Rounding errors of logits
+# grow with the logits, so a policy with little entropy has a larger healthy gap.
+# Measured healthy gaps (docs/weight_sync.md): 0.02 to 2.3 units.
+FIRST_LIMIT = 16.0  # until the bound has been learned; only another model has such a gap
 LEARNING_SYNCS = 5
 FLOOR, FACTOR = 4.0, 10.0  # smallest learned bound; learned bound / largest gap of the first healthy syncs
-# Nearer, where most tokens are further off than ever: no few that rounding sent to another expert.
-NEAR_FLOOR, NEAR_FACTOR = 0.1, 6.0  # likewise of all healthy syncs, since a policy's gap grows in training
-MOST_FACTOR = 3.0  # median gap of the tokens / largest one of all healthy syncs
-TF32_EPS = 2.0**-10  # as FP16's
-# On a grid of 8 or 4 bits, 16 units are more than lies between two models that have nothing in common. So a bound is at
-# most this share of 1 + mean |log π|, but one unit at least. Right FP8 rollouts, computed from four random models with
-# blocks of 128, lay at up to 0.47 units of e4m3, which is a share of 0.06.
+# A lower bound, used if most tokens have a larger gap than ever: rounding sends only a few to another expert.
+NEAR_FLOOR, NEAR_FACTOR = 0.1, 6.0  # the same two for all healthy syncs, since a policy's gap grows in training
+MOST_FACTOR = 3.0  # median gap of the tokens / largest median of all healthy syncs
+TF32_EPS = 2.0**-10  # the same as FP16's
+# On a grid of 8 or 4 bits, 16 units exceed the gap between two unrelated models. So a bound is at most this
+# share of 1 + mean |log π|, but at least one unit. Correct FP8 rollouts, from four random models with blocks of
+# 128, had gaps of up to 0.47 units of e4m3, a share of 0.06.
 LARGEST_SHARE = 0.15
 E4M3_EPS, E5M2_EPS, FOUR_BITS_EPS = 2.0**-3, 2.0**-2, 2.0**-1
-NOTICEABLE = 0.5  # the rounding of another batch moves log-probs by less
-ALONE = 2.0  # likewise, where no other replica has moved: more than any healthy gap
+NOTICEABLE = 0.5  # rounding in another batch moves log-probs by less
+ALONE = 2.0  # the same if no other replica has moved: more than any healthy gap
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class CanaryVerdict:
     """The canary's verdict on one sync."""
 
     gap: float  # of the worst replica: trimmed mean |log π − log μ|, nats; inf for non-finite answers
-    bound: float  # what a healthy gap stays below, nats
+    bound: float  # upper limit of a healthy gap, nats
     problems: tuple[str, ...]  # one sentence each; empty if all replicas are healthy
 
     def metrics(self) -> dict[str, float]:
@@ -46,7 +46,7 @@ class CanaryVerdict:
 
 
 def canary_tokens(vocabulary: int, excluded: Collection[int], sequences: int, tokens: int) -> Tensor:
-    """Draw the fixed sequences, int64 [S, T], from ordinary tokens; always the same ones."""
+    """Return the fixed sequences, int64 [S, T], of ordinary tokens; always the same sequences."""
     ordinary = torch.tensor(sorted(set(range(vocabulary)).difference(excluded)))
     generator = torch.Generator().manual_seed(0)
     return ordinary[torch.randint(len(ordinary), (sequences, tokens), generator=generator)]
@@ -55,8 +55,8 @@ def canary_tokens(vocabulary: int, excluded: Collection[int], sequences: int, to
 def grid_eps(name: str) -> float:
     """Return ε of a quantisation of weights or cache, given vLLM's name of it.
 
-    An integer grid of 8 bits counts as e4m3, whose relative error for weights is the larger one. Where a name does not
-    say the bits (`torchao`, `compressed-tensors`, `awq`) they may be four.
+    An integer grid of 8 bits counts as e4m3, whose relative error for weights is the larger one. If a name does not
+    contain the bits (`torchao`, `compressed-tensors`, `awq`), four are assumed.
     """
     if "e5m2" in name:
         return E5M2_EPS
@@ -71,7 +71,7 @@ class CanaryJudge:
     rollout_dtype: torch.dtype
     tf32: bool = False  # on an NVIDIA GPU vLLM's attention multiplies FP32 numbers in TF32
     grids: Collection[str] = ()  # vLLM's names of the grids below 16 bits, of weights and of the cache
-    # Of the healthy syncs, in units: the gap and the median over the tokens, each of its worst replica.
+    # For each healthy sync, in units: the gap and the median over the tokens, each of its worst replica.
     _healthy: list[tuple[float, float]] = field(default_factory=list)
     # Replica -> (log π, log μ) of the sync that last changed the replica's answers.
     _before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class CanaryJudge:
         return min(limit, max(NEAR_FLOOR, NEAR_FACTOR * max(gaps))) if median > MOST_FACTOR * max(medians) else limit
 
     def _stale(self, now: Mapping[int, tuple[Tensor, Tensor]], unit: float) -> list[str]:
-        """Name replicas whose answers stay the same, to the last bit, while the trainer's log-probs move."""
+        """Return a line for each replica whose answers stay equal, bit for bit, while the trainer's log-probs move."""
         before = {rank: self._before[rank] for rank in sorted(self._before.keys() & now.keys())}
         same = [rank for rank, (_, answer) in before.items() if torch.equal(now[rank][1], answer)]
         trainer = {rank: _trimmed_gap(now[rank][0], before[rank][0]) for rank in same}

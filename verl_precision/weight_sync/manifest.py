@@ -1,9 +1,9 @@
 """The manifest: a digest of every tensor that the trainer sends. It is the last item of the weight stream.
 
-The digest depends on bits, not values: one different rounding changes it, and NaN equals itself. It is a
-set of weighted sums of whole numbers, computed without rounding, so it is the same on every device and in whatever
-pieces it is computed. The sums stay on the device, and all of them are fetched together, so that nothing waits for the
-device while weights are sent.
+The digest depends on bits, not values: one different rounding changes the digest, and NaN equals itself. A digest is a
+set of weighted sums of whole numbers, computed without rounding, so it does not depend on the device, or on the pieces
+in which it is computed. The sums stay on the device and are fetched together, so that nothing waits for the device
+while weights are sent.
 """
 
 import hashlib
@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from verl_precision.base.errors import WeightSyncError
 
 VERSION = 2  # of the manifest; both sides must have the same
-ANNOUNCEMENT_NAME = "__verl_precision_manifest_follows__"  # of the stream's first item; without it nobody digests
+ANNOUNCEMENT_NAME = "__verl_precision_manifest_follows__"  # the stream's first item; without it: no digests
 MANIFEST_NAME = "__verl_precision_manifest__"
-# What a line about a tensor says; the self-test looks for its planted faults by these.
+# Texts in the lines about tensors; the self-test finds its planted faults by them.
 NOT_RECEIVED, OTHER_VALUES = "sent by the trainer, but not received", "arrived with other values"
 FEWER_BITS = "which has fewer bits than the"
 
 _ROW = 2048  # digits; with weights below 2¹¹ a row's sum stays below 2⁵³, so float64 holds it exactly
 _SUMS = 4
-# Rows that wait, so few that a CPU takes them on one thread (threads that wait for each other are slow on busy cores),
-# and rows of the table, which takes a large tensor in pieces.
+# Rows that wait, few enough for one thread of a CPU (threads that wait for each other are slow on busy cores), and rows
+# of the table, which takes a large tensor in pieces.
 _PIECES = {"cpu": (15, 512)}
 _BASE = 0x5851F42D4C957F2D  # g; 5 mod 8, so that g^r are 2⁶² different numbers mod 2⁶⁴
 
@@ -41,8 +41,8 @@ class TensorDigest:
     none twice in a sum; in the first sum they are odd, and no two columns have proportional weights.
 
     So one changed digit changes the digest with certainty, as do any two elements of up to 32 bits that change places,
-    in a tensor of up to 16 TiB. Moves of more at once (rows, experts, shards) are missed with a chance of about 2⁻⁴⁷,
-    (2048·4094³)⁻¹, where weights and data have nothing to do with each other.
+    in a tensor of up to 16 TiB. Moves of more elements at once (rows, experts, shards) are missed with a chance of
+    about 2⁻⁴⁷, (2048·4094³)⁻¹, if the weights and the data are independent.
     """
 
     dtype: str  # without "torch."
@@ -73,7 +73,7 @@ class StreamDigest:
 
 
 class _RowSums:
-    """Sums of tensors on one device. Their rows wait in a table until it is full: small tensors share products."""
+    """Sums of tensors on one device. Rows wait in a table until it is full, so that small tensors share products."""
 
     def __init__(self, device: torch.device) -> None:
         self._waiting, self._capacity = _PIECES.get(device.type, (256, 2048))
@@ -81,12 +81,12 @@ class _RowSums:
         self._powers = torch.ones(1, 1, dtype=torch.int64, device=device)  # g^r, as many as were needed
         self._weights = _weights().to(device)
         self._names: list[str] = []
-        self._sums: list[Tensor] = []  # of the tensors by these names, in their order
+        self._sums: list[Tensor] = []  # of the tensors with these names, in this order
         self._rows: list[int] = []  # of the tensors in the table
         self._used = 0  # rows of the table
 
     def add(self, name: str, digits: Tensor) -> None:
-        """Take a tensor's digits."""
+        """Add the digits of a tensor."""
         rows = -(-digits.numel() // _ROW)
         if self._used + rows > self._waiting:
             self._flush()
@@ -115,7 +115,7 @@ class _RowSums:
     def _products(self, rows: int) -> Tensor:
         """Return the sums of each of the table's first rows."""
         table = self._table[: rows * _ROW].view(rows, _ROW)
-        # `out`: what takes the place of aten::mm in some engines (vLLM's batch invariance) knows no float64.
+        # `out`, because the replacement of aten::mm in some engines (vLLM's batch invariance) does not support float64.
         return torch.mm(table, self._weights, out=table.new_empty(rows, _SUMS)).long()
 
     def _flush(self) -> None:
@@ -148,15 +148,15 @@ def bit_view(tensor: Tensor) -> Tensor:
 
 
 def integers(dtype: torch.dtype) -> torch.dtype:
-    """Return the integers of a dtype's size."""
+    """Return the integer dtype of a dtype's size."""
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
 
 
 def send_with_manifest(
     weights: Iterable[tuple[str, Tensor]], reply_to: str | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield an announcement, the stream unchanged, the manifest as uint8; its answer goes to the file `reply_to`."""
-    yield ANNOUNCEMENT_NAME, torch.empty(0, dtype=torch.uint8)  # no bytes: it moves no tensor in the buffer
+    """Yield an announcement, the unchanged stream, and the manifest as uint8; the rollout answers in `reply_to`."""
+    yield ANNOUNCEMENT_NAME, torch.empty(0, dtype=torch.uint8)  # without bytes: it moves no tensor in the buffer
     digests = StreamDigest()
     for name, tensor in weights:
         digests.add(name, tensor)
@@ -212,7 +212,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _digits(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes as int32 digits, flat: a view, but for the few tensors where bytes are missing."""
+    """Return a tensor's bytes as int32 digits, flat; a view, except for the few tensors that need padding."""
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.nbytes % 4 or flat.storage_offset() * flat.itemsize % 4:
         octets = flat.view(torch.uint8)
@@ -222,7 +222,7 @@ def _digits(tensor: Tensor) -> Tensor:
 
 @cache
 def _weights() -> Tensor:
-    """Return the weights of a row's digits, float64 [2048, 4]: for each sum other numbers, in the order of hashes."""
+    """Return the weights of a row's digits, float64 [2048, 4]: each sum has its own numbers, in the order of hashes."""
     odd, every = range(1 - _ROW, _ROW, 2), [*range(1 - _ROW, 0), *range(1, _ROW)]
     columns = [
         sorted(numbers, key=lambda number: hashlib.sha256(f"{column} {number}".encode()).digest())[:_ROW]

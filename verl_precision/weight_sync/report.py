@@ -1,4 +1,4 @@
-"""The rollout's report on a weight sync. It travels in a file, because verl drops workers' return values."""
+"""The rollout's report on a weight sync. It is sent in a file, because verl drops workers' return values."""
 
 import contextlib
 import json
@@ -11,11 +11,11 @@ import psutil
 
 from verl_precision.base.files import write_file
 
-_PREFIX = "vp-weight-sync-"  # followed by the process that waits for the report
+_PREFIX = "vp-weight-sync-"  # followed by the id of the process that waits for the report
 
 
 def _folder() -> Path:
-    """Return where reports lie: beside vLLM's sockets, for which a run of `compare` has a folder of its own."""
+    """Return the folder of the reports: that of vLLM's sockets, of which each run of `compare` has its own."""
     return Path(os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir())
 
 
@@ -23,8 +23,8 @@ def _folder() -> Path:
 class SyncReport:
     """The report of one rollout worker on one weight sync; its metrics begin with `weight_sync/`."""
 
-    verified_layers: int = 0  # shown to compute exactly what they were sent, of an adapter too
-    unverified_layers: int = 0  # unknown layout, or quantised; not those whose turn comes in a later sync
+    verified_layers: int = 0  # layers, also of an adapter, that compute exactly with the sent weights
+    unverified_layers: int = 0  # unknown layout, or quantised; without layers that a later sync verifies
     seconds: float = 0.0  # time that the worker spent on verification
     weights_digest: int = 0  # 40 bits of the digests of what was received: equal weights, equal number
 
@@ -41,7 +41,7 @@ class ReportBox:
     """The trainer's side: names a file for each weight stream of a sync, and reads the reports from these files."""
 
     def __init__(self) -> None:
-        """Remove files of processes that have ended: nobody reads the report of a run's last sync."""
+        """Remove files of processes that have ended: no process reads the report of a run's last sync."""
         self._expected: list[Path] = []
         for left in _folder().glob(f"{_PREFIX}*.json"):
             process = left.name.removeprefix(_PREFIX).partition("-")[0]
@@ -55,7 +55,7 @@ class ReportBox:
         return str(path)
 
     def take(self) -> SyncReport | None:
-        """Return the sum of the reports since the last call (with LoRA two a sync), and remove their files; or None."""
+        """Return the sum of the reports since the last call (with LoRA two per sync), or None; remove their files."""
         found = []
         for path in self._expected:
             with contextlib.suppress(FileNotFoundError):  # another rollout engine, or a sync that failed
@@ -65,6 +65,6 @@ class ReportBox:
         return SyncReport(**{name: sum(report[name] for report in found) for name in found[0]}) if found else None
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics of what `take` returns."""
+        """Return the report of `take` as metrics."""
         report = self.take()
         return {} if report is None else report.metrics()

@@ -23,7 +23,7 @@ class CanarySettings:
 class SyncSettings:
     """Settings of the rounding of FP32 weights for the rollout."""
 
-    # stochastic: rounded up or down at random before they leave, so that small updates are served on average
+    # stochastic: weights are rounded up or down at random, so that small updates reach the rollout on average
     rounding: Literal["nearest", "stochastic"] = Field(default="nearest", description="nearest rounds as verl does.")
 
 

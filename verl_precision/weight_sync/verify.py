@@ -27,11 +27,11 @@ class LayerRecord:
 
     template: dict[str, nn.Parameter]  # the parameters before any packing, on the meta device or live
     loaders: dict[str, Callable[..., Any]]  # parameter name -> the layer's own weight loader, without wrappers
-    # To be loaded afresh: (parameter name, bound arguments) of each loader call, in order, with private tensors.
+    # To rebuild the layer: (parameter name, bound arguments) of each loader call, in order, with copied tensors.
     calls: list[tuple[str, inspect.BoundArguments]] = field(default_factory=list)
-    # Loaded afresh already, by the same calls as the live parameters: parameter name -> parameter.
+    # Rebuilt already, by the same calls as the live parameters: parameter name -> parameter.
     loaded: dict[str, nn.Parameter] = field(default_factory=dict)
-    failure: str | None = None  # why it could not be loaded afresh
+    failure: str | None = None  # why the layer could not be rebuilt
 
     @property
     def empty(self) -> bool:
@@ -63,9 +63,9 @@ def shared_parameter_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]
 def find_damage(layer: nn.Module, record: LayerRecord, repack: bool, model_dtype: torch.dtype) -> str | None:
     """Return proof that a layer of the rollout does not compute with the sent weights, or None.
 
-    All parameters are compared bit for bit with those of a layer that is built afresh, and the outputs on a fixed probe
-    where the live layer computes with a packed copy (`repack`: it was packed after loading). Where no reference can be
-    built or compared, `NotVerifiableError` is raised: an unknown layout is no damage.
+    All parameters are compared bit for bit with those of a rebuilt layer. If the live layer computes with a packed copy
+    (`repack`: it was packed after loading), the outputs on a fixed probe are compared too. If no reference can be built
+    or compared, `NotVerifiableError` is raised: an unknown layout is no damage.
     """
     if record.failure is not None:
         raise NotVerifiableError(record.failure)
@@ -80,7 +80,7 @@ def find_damage(layer: nn.Module, record: LayerRecord, repack: bool, model_dtype
     for name, expected in fresh.items():
         found = held[name]
         if not expected.numel() and not found.numel():
-            # The kernel has its own copy. The empty rest has the dtype that was torch's default when it was made.
+            # The kernel has its own copy. The empty rest has torch's default dtype of the time when it was made.
             packed_away |= name in record.template and record.template[name].numel() > 0
         elif found.shape != expected.shape or found.dtype != expected.dtype:
             raise NotVerifiableError(f"{name} is {_described(found)}, and {_described(expected)} if built afresh")
@@ -113,9 +113,9 @@ def pack(layer: nn.Module) -> None:
 
 
 def forget_expert_kernel(layer: nn.Module) -> None:
-    """Have vLLM pack an expert layer the next time it is loaded, as at the first time, when it builds its CPU kernel.
+    """Make vLLM pack an expert layer at its next load, as at the first load, when vLLM builds the CPU kernel.
 
-    Loaded again, weights would be read as if they were packed, and the experts would compute with permuted ones.
+    Otherwise vLLM would read the loaded weights as packed weights, and the experts would compute with permuted ones.
     """
     method: Any = getattr(layer, "quant_method", None)
     if getattr(method, "moe_kernel", None) is not None:
@@ -134,7 +134,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _rebuild(layer: nn.Module, record: LayerRecord, repack: bool, model_dtype: torch.dtype) -> Any:
-    """Return a shallow copy with fresh parameters, loaded with what was sent; everything else is shared."""
+    """Return a shallow copy of a layer with new parameters that hold the sent weights; everything else is shared."""
     reference: Any = copy.copy(layer)
     reference._parameters = {**layer._parameters, **record.loaded}
     for name in {name for name, _ in record.calls}:
@@ -153,7 +153,7 @@ def _rebuild(layer: nn.Module, record: LayerRecord, repack: bool, model_dtype: t
 
 
 def _same_outputs(layer: Any, reference: Any, record: LayerRecord) -> bool:
-    """Compare what two layers with packed weights compute from one fixed random input, bit for bit."""
+    """Return whether two layers with packed weights give the same outputs for a fixed random input, bit for bit."""
     weight = record.template.get("weight")
     if weight is None or weight.dim() != 2 or not hasattr(getattr(layer, "quant_method", None), "apply"):
         raise NotVerifiableError("its kernel keeps a packed copy of the weights, and this guard cannot run that kernel")
@@ -174,12 +174,12 @@ def _described(tensor: Tensor) -> str:
 def not_held(
     sent: Mapping[str, Tensor], held: Iterable[tuple[str, Tensor]], dtype: torch.dtype, scaling: float
 ) -> list[str]:
-    """Return, sorted, the names of an adapter's tensors that are not, to the bit, in the buffers of their layer.
+    """Return the sorted names of an adapter's tensors that are not, bit for bit, in the buffers of their layer.
 
-    `sent` are A and B under PEFT's names, `held` what the rollout's layers compute with, under names that end in
-    `.lora_A` or `.lora_B`. The rollout has rounded both to `dtype`, and then multiplied B by `scaling`. A layer's place
-    is its name from its number on: what stands before is not the same in both models. A tensor whose place the rollout
-    does not have may be in any buffer.
+    `sent` are A and B under PEFT's names, `held` the tensors that the rollout's layers use, under names that end in
+    `.lora_A` or `.lora_B`. The rollout has rounded both to `dtype`, and then multiplied B by `scaling`. A layer's
+    place is its name from `layers.<number>` on, because the names differ before it. If the rollout does not have the
+    place of a tensor, the tensor may be in any buffer.
     """
     expected, found, places = StreamDigest(), StreamDigest(), list[str]()
     for name, tensor in sent.items():
