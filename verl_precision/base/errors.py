@@ -54,7 +54,7 @@ class ConfigurationError(VerlPrecisionError, ValueError):
 
 
 class RegistrationError(VerlPrecisionError, RuntimeError):
-    """A name or key that this package registers with verl is missing, changed or owned by someone else."""
+    """A name or key that this package registers with verl is missing, changed, or belongs to other code."""
 
 
 class EnvironmentMismatchError(VerlPrecisionError, RuntimeError):
@@ -113,7 +113,7 @@ def ending_the_process(part: str) -> Iterator[None]:
     """End this process with a message if the block raises; verl would only warn and continue without this package.
 
     An unexpected error shows its traceback above the message, and `part` names the part of this package that failed.
-    The block raises SystemExit, because the hosts do not catch it.
+    The error becomes SystemExit, because the hosts do not catch it.
     """
     try:
         yield

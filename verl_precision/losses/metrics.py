@@ -46,11 +46,11 @@ def effective_share(total: Tensor, squares: Tensor, number: Tensor) -> float:
 
 @dataclass(frozen=True)
 class WeightStatistic(Statistic):
-    """A statistic of weights: over responses if each has one weight, otherwise over tokens; only the whole decides."""
+    """A statistic of weights: over responses if each has one weight, otherwise over tokens, decided after the merge."""
 
     responses: Tensor = added()  # Σw, Σw² and n over the responses, w a response's mean over its tokens
     tokens: Tensor = added()  # the same over the tokens
-    one_each: Tensor = smallest()  # 1 if each response has one weight, 0 if weights differ within one
+    one_each: Tensor = smallest()  # 1 if each response has one weight, 0 if weights differ within a response
     number: str = same()  # "mean", or the effective sample size of "responses" or "tokens"
 
     def value(self) -> float:

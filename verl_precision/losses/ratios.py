@@ -1,4 +1,4 @@
-"""What every loss shares: checked inputs, probability ratios, and a loss with a given gradient.
+"""Shared by all losses: checked inputs, probability ratios, and a loss with a given gradient.
 
 Shapes: B responses, T response tokens (padded). Weights, ratios and clipping decisions need no automatic
 differentiation: the gradient of every estimator of this package is Σ_t slope_t ∇log π(y_t) with slopes that are plain
@@ -22,7 +22,7 @@ HEADROOM = 1e8
 
 
 def largest_ratio(dtype: torch.dtype) -> float:
-    """Return the largest value of a ratio, and of a ratio times advantage; larger ones are held there."""
+    """Return the largest value of a ratio, and of a ratio times advantage; larger values are replaced by it."""
     return float(torch.finfo(dtype).max ** 0.5 / HEADROOM)
 
 
@@ -43,7 +43,7 @@ class Batch:
 
     trainer_log_probs: Tensor  # as given; for `loss_with_slope` alone
     log_ratio_BT: Tensor  # log of the probability ratio of each token, 0 where masked
-    advantages_BT: Tensor  # [B, T], or [B, 1] if given one per response
+    advantages_BT: Tensor  # [B, T], or [B, 1] with one advantage per response
     weights_BT: Tensor | None  # constant weights of the tokens
     valid_BT: Tensor  # bool; tokens that count. Rows with a non-finite number count none.
     lengths_B: Tensor  # number of tokens that count

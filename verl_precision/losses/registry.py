@@ -33,7 +33,7 @@ Loss = Callable[..., LossOutput]
 
 
 class LossInputs(NamedTuple):
-    """The tensors that a host hands to a loss, [B, T] each."""
+    """The tensors that a host passes to a loss, [B, T] each."""
 
     trainer_log_probs: Tensor
     old_log_probs: Tensor  # the trainer's at θ', or the rollout's in bypass mode
@@ -89,7 +89,7 @@ def policy_loss(name: str, summary: str, equation: str, ratio: Ratio | None = No
     an example.
 
     Args:
-        name: Value of `loss_mode` in a config; those of this package begin with vp_.
+        name: Value of `loss_mode` in a config; the names of this package's losses begin with vp_.
         summary: One line for a list of losses.
         equation: Source: paper and equation.
         ratio: The denominator of its ratio, and its clip. Without it there are no `phantom/...` metrics of clipping.

@@ -1,6 +1,6 @@
 """Weights that turn `grpo` into the paper's equations (9) and (10), or that mask tokens or whole responses.
 
-They come from the ratio of the trainer's policy to the rollout's, both at the weights θ' that drew the response, so
+The weights come from the ratio of the trainer's policy to the rollout's, both at the θ' that drew the response, so
 they are constants, computed once for a batch before an update. Source: https://arxiv.org/abs/2510.26788, section 2.1.1.
 """
 

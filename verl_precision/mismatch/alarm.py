@@ -28,8 +28,8 @@ K3_FLOOR = 1e-10
 EVIDENCE_STEPS = 8  # full steps of growth; more steps give fewer false alarms, but each alarm comes later
 EXTREME_GAP = 0.95  # |π - μ| of a single token
 MOST_CLIPPED = 0.01  # share of phantom-clipped tokens
-FEWEST = 0.2  # least effective sample size, or kept part, as a share of all; below, too few give the gradient
-SYNC_PEARSON, SYNC_GAP = 0.5, 1.0  # correlation of probabilities, and mean |gap| in nats, of one policy
+FEWEST = 0.2  # least effective sample size, or kept share; below, too few responses give the gradient
+SYNC_PEARSON, SYNC_GAP = 0.5, 1.0  # bounds with one policy: correlation of probabilities, and mean |gap| in nats
 NOT_FINITE = {
     "trainer_not_finite": names.NONFINITE_TRAINER,
     "rollout_not_finite": names.NONFINITE_ROLLOUT,
@@ -164,7 +164,7 @@ class MismatchAlarm:
         return self.settings.baseline_steps - max(len(growth.baseline) for growth in self._growing.values())
 
     def update(self, step: int, metrics: Mapping[str, object]) -> list[Alarm]:
-        """Take all metrics of one step, steps in order, and return the alarms raised, each once until it has recovered.
+        """Take all metrics of one step, in the order of steps; return new alarms, each once until it has recovered.
 
         A metric that is missing or NaN changes nothing. Growth is judged on the responses of the current version
         only, if there are responses of older versions.

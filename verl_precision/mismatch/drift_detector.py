@@ -64,8 +64,8 @@ class Growth:
 
     The score is 0 at the allowed level, 1 from tolerance/2 above it and -1 from tolerance/2 below it (all in nats): S
     counts steps of evidence. The detector fires when S reaches `evidence_steps`, or when scores of 1 come back often
-    enough for `Persistence`, although S returns to 0 in between. It has recovered when S is 0 and they are over. CUSUM:
-    Page, Continuous Inspection Schemes, Biometrika 41 (1954), https://doi.org/10.1093/biomet/41.1-2.100.
+    enough for `Persistence`, although S returns to 0 in between. It has recovered when S is 0 and these scores end.
+    CUSUM: Page, Continuous Inspection Schemes, Biometrika 41 (1954), https://doi.org/10.1093/biomet/41.1-2.100.
 
     NaN is ignored, and so is an infinite value in the baseline. After the baseline, infinity is a full step of growth.
     """

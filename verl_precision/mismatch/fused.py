@@ -78,7 +78,7 @@ def _measure_piece(batch: FlatBatch, piece: tuple[slice, Tensor]) -> tuple[np.nd
 
 
 def _merged(results: Iterator[tuple[np.ndarray, ...]]) -> Measured:
-    """Merge what the kernel returned for the pieces, in their order."""
+    """Return the merged results of the kernel for the pieces, in the order of the pieces."""
     *sums, lows, highs, per_response = next(results)
     of_responses = [per_response]
     for *more, low, high, per_response in results:

@@ -60,7 +60,7 @@ class MismatchByVersion:
         return MismatchStatistics(merge_by_name(group.statistics for group in self.groups.values()))
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of all responses; if some are not current, also those of each version behind."""
+        """Return the metrics of all responses; if some responses are not current, also those of each version behind."""
         found = self.whole.metrics()
         groups = {group: statistics.metrics() for group, statistics in self.groups.items()}
         tokens = {group: metrics["mismatch/tokens"] for group, metrics in groups.items() if metrics["mismatch/tokens"]}

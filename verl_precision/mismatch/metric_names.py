@@ -24,7 +24,7 @@ TOKEN_WEIGHT_ESS = "is_weight_token_ess_fraction"
 REJECTED_RESPONSES = "rollout_corr/rejected_responses"
 KEPT_RESPONSES = "rollout_corr/kept_response_fraction"
 KEPT_TOKENS = "rollout_corr/kept_token_fraction"
-REJECTED_TOKENS = "rollout_corr/rollout_rs_masked_fraction"  # verl's own; no other metric has those of its bypass_mode
+REJECTED_TOKENS = "rollout_corr/rollout_rs_masked_fraction"  # verl's own; the only count for its bypass_mode loss
 # Effective sample sizes as fractions -> their unit.
 SAMPLE_SIZES = {WEIGHT_ESS: "responses", KEPT_RESPONSES: "responses", TOKEN_WEIGHT_ESS: "tokens", KEPT_TOKENS: "tokens"}
 LOSS_SCALE = "precision/loss_scale"

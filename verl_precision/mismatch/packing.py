@@ -43,7 +43,7 @@ class Chunk:
     log_probs: tuple[Tensor, ...]  # [N] float64 each, in the order given; all finite and <= 0
     advantages_N: Tensor  # in the dtype given
     lengths_R: Tensor  # int64, usable tokens of each
-    whole_R: Tensor  # bool, responses with at least one valid token and without an unusable one
+    whole_R: Tensor  # bool, responses with at least one valid token and no unusable token
     counts: dict[str, Statistic]  # metrics of how many tokens there are, and how many were left out
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class Chunk:
 
 
 def packed_chunks(batch: FlatBatch) -> Iterator[Chunk]:
-    """Yield the valid tokens of a batch in chunks of whole responses: at least one, which may be empty."""
+    """Yield the valid tokens of a batch in chunks of whole responses: at least one chunk, which may be empty."""
     size = CPU_CHUNK_TOKENS if batch.mask.device.type == "cpu" else GPU_CHUNK_TOKENS
     for tokens, lengths_R in slices(batch, size):
         index_N = batch.mask[tokens].nonzero().squeeze(1)
@@ -70,7 +70,7 @@ def packed_chunks(batch: FlatBatch) -> Iterator[Chunk]:
 def flattened(
     *log_probs: Tensor, mask: Tensor | None, advantages: Tensor | None = None, ended: Tensor | None = None
 ) -> FlatBatch:
-    """Require one shape and layout of a batch's tensors, and flatten them.
+    """Return a batch as flat tensors; require one shape and layout of all tensors.
 
     The log-probs of the trainer, of a shadow if there is one, and of the rollout are [B, T] floating, in nats, or all
     nested (`torch.jagged`). The mask is [B, T], nonzero where a token counts, or nested, or None (all nested tokens).

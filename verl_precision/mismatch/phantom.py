@@ -46,7 +46,7 @@ class PhantomStatistics(StatisticSet):
         The log-probs of the shadow are those of the same weights in the rollout's precision. A token whose advantage
         has no sign (0, NaN) is never clipped. `clip` is the clip range of a loss that divides by the
         rollout's log-probs; None if the loss does not clip, or divides by other log-probs: then there are no metrics of
-        clipping. `beta_in_ratio` says whether the loss's ratio is π/μ, and not shadow/μ (`ratio_source=shadow`).
+        clipping. `beta_in_ratio` tells whether the loss's ratio is π/μ, not shadow/μ (`ratio_source=shadow`).
         """
         log_probs = trainer_log_probs, shadow_log_probs, rollout_log_probs
         batch = flattened(*log_probs, mask=response_mask, advantages=advantages, ended=ended)
@@ -72,7 +72,7 @@ class PhantomStatistics(StatisticSet):
 
 
 def _token_statistics(chunk: Chunk) -> dict[str, Statistic]:
-    """Return metric -> statistic, of alpha and beta of one chunk; a new metric is a new entry."""
+    """Return metric -> statistic of alpha and beta in one chunk; a new metric is a new entry."""
     trainer_N, shadow_N, mu_N = chunk.log_probs
     alpha_N, beta_N = shadow_N - mu_N, trainer_N - shadow_N
     alpha = alpha_N.sum()

@@ -58,6 +58,6 @@ class MismatchSettings:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> MismatchSettings:
-        """Return the settings in a config's block `mismatch`; missing ones have their defaults."""
+        """Return the settings in a config's block `mismatch`; missing settings have their defaults."""
         values = dict(config.get("mismatch") or {})
         return cls(**values | {"alarm": AlarmSettings(**(values.get("alarm") or {}))})

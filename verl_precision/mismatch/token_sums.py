@@ -118,7 +118,7 @@ def gap_counts(gap_N: Tensor) -> Tensor:
 
 
 def counts_of_bits(tokens: Tensor) -> Tensor:
-    """Return the counts of `gap_counts` from those of each value of the shifted bits: [2 HALF], negative gaps first."""
+    """Return the result of `gap_counts`, given the counts of the shifted bits: [2 HALF], negative gaps first."""
     negative, positive = tokens.split(HALF)
     ends = torch.stack([negative[_HIGH:].sum(), negative[:_LOW].sum() + positive[:_LOW].sum(), positive[_HIGH:].sum()])
     middle = negative[_LOW:_HIGH].flip(0), positive[_LOW:_HIGH]
@@ -126,7 +126,7 @@ def counts_of_bits(tokens: Tensor) -> Tensor:
 
 
 def gap_centres() -> Tensor:
-    """Return the middle of each bin in nats, float64; those of the outermost are infinite."""
+    """Return the middle of each bin in nats, float64; the outermost bins have infinity."""
     octaves = torch.arange(LOWEST, HIGHEST, dtype=torch.float64).exp2()
     steps = 1 + (torch.arange(PER_OCTAVE, dtype=torch.float64) + 0.5) / PER_OCTAVE
     positive = torch.cat([(octaves[:, None] * steps).flatten(), octaves.new_tensor([torch.inf])])

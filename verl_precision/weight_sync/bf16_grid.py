@@ -12,7 +12,7 @@ from torch import Tensor
 
 CROSSINGS, OFF_GRID = "precision/bf16_crossings_fraction", "precision/bf16_off_grid_fraction"
 
-SAMPLE = 4096  # elements looked at in one tensor, at most
+SAMPLE = 4096  # most elements that are sampled in one tensor
 
 
 class Bf16Grid:

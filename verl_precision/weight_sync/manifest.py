@@ -136,7 +136,7 @@ class _RowSums:
 
 
 def digest(tensor: Tensor) -> TensorDigest:
-    """Digest one tensor, and wait for it."""
+    """Return the digest of one tensor."""
     stream = StreamDigest()
     stream.add("", tensor)
     return stream.fetch()[""]

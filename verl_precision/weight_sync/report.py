@@ -26,7 +26,7 @@ class SyncReport:
     verified_layers: int = 0  # layers, also of an adapter, that compute exactly with the sent weights
     unverified_layers: int = 0  # unknown layout, or quantised; without layers that a later sync verifies
     seconds: float = 0.0  # time that the worker spent on verification
-    weights_digest: int = 0  # 40 bits of the digests of what was received: equal weights, equal number
+    weights_digest: int = 0  # 40 bits of the digests of the received tensors: equal for equal weights
 
     def metrics(self) -> dict[str, float]:
         """Return the report as metrics."""

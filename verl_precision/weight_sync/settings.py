@@ -34,5 +34,5 @@ def sync_settings(config: Mapping[str, Any]) -> SyncSettings:
 
 
 def canary_settings(config: Mapping[str, Any]) -> CanarySettings:
-    """Return the settings in a config's block `weight_sync.canary`; missing ones have their defaults."""
+    """Return the settings in a config's block `weight_sync.canary`; missing settings have their defaults."""
     return CanarySettings(**((config.get("weight_sync") or {}).get("canary") or {}))

@@ -40,7 +40,7 @@ class LayerRecord:
 
 
 class NotVerifiableError(Exception):
-    """A layer cannot be compared with a rebuilt one; the message gives the reason."""
+    """A layer cannot be compared with a rebuilt layer; the message gives the reason."""
 
 
 def layers_with_parameters(model: nn.Module) -> dict[str, nn.Module]:
