@@ -143,7 +143,7 @@ class LossScaler(ShardedGradScaler):
             if state.steps_at_minimum >= self.settings.stop_after_steps_at_minimum:
                 most = self.settings.stop_after_steps_at_minimum
                 raise ValueError(f"steps_at_minimum={state.steps_at_minimum}: stop_after_steps_at_minimum={most}")
-        scale, tracker = self._within_bounds(state.scale), min(state.growth_tracker, interval - 1)  # torch tests equality
+        scale, tracker = self._within_bounds(state.scale), min(state.growth_tracker, interval - 1)  # torch tests for ==
         super().load_state_dict({**super().state_dict(), "scale": scale, "_growth_tracker": tracker})
         self.steps_at_minimum = state.steps_at_minimum
 

@@ -28,7 +28,7 @@ K3_FLOOR = 1e-10
 EVIDENCE_STEPS = 8  # full steps of growth; more steps give fewer false alarms, but each alarm comes later
 EXTREME_GAP = 0.95  # |π - μ| of a single token
 MOST_CLIPPED = 0.01  # share of phantom-clipped tokens
-FEWEST = 0.2  # least effective sample size, or kept share; below, too few responses give the gradient
+FEWEST = 0.2  # least effective sample size, or kept share; below, too few responses (or tokens) give the gradient
 SYNC_PEARSON, SYNC_GAP = 0.5, 1.0  # bounds with one policy: correlation of probabilities, and mean |gap| in nats
 NOT_FINITE = {
     "trainer_not_finite": names.NONFINITE_TRAINER,
@@ -122,7 +122,7 @@ LIMITS: dict[str, list[Limit]] = {
         Limit(
             names.SKIPPED_STEPS,
             lambda x: x > 0,
-            f"allowed in fewer than {PATIENCE['repeated_overflow']} steps in a row, and than one in {EVERY}",
+            f"allowed in fewer than {PATIENCE['repeated_overflow']} steps in a row, and in less than one in {EVERY}",
         )
     ],
     "loss_scale_at_minimum": [Limit(names.LOSS_SCALE, lambda x: x <= 1, "minimum 1")],
