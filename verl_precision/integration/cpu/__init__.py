@@ -1,1 +1,1 @@
-"""verl and vLLM on a CPU: the platform that verl asks, and what vLLM's CPU build needs."""
+"""verl and vLLM on a CPU: a platform for verl, and additions to vLLM's CPU build."""

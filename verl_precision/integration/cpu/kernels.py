@@ -1,4 +1,4 @@
-"""Which instruction sets this CPU has; vLLM and oneDNN choose their kernels by them."""
+"""The instruction sets of this CPU; vLLM and oneDNN choose their kernels by them."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ INSTRUCTION_SETS = (
 
 
 def instruction_sets() -> list[str]:
-    """Return those instruction sets of this CPU that decide which kernels run."""
+    """Return the instruction sets of this CPU that decide which kernels run."""
     lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
     flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
     return [name for name in INSTRUCTION_SETS if name in flags]

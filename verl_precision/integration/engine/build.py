@@ -1,9 +1,8 @@
 """Chooses the engine of a config and builds it in a list of steps, `module = step(engine, module)`.
 
-What a step leaves behind to take part in updates or weight streams is an `EnginePart`. A step of what most runs do
-without is an entry point (base/extensions.py) of the group `verl_precision.engine`, named after the setting of the
-engine that asks for it: `optional_steps`. Three models of one engine can be built: the actor's (or a critic's, or a
-reference's), and a shadow of the actor's.
+A step can add an `EnginePart`, which then acts in each update or weight stream. A step that most runs do not need is an
+entry point (base/extensions.py) of the group `verl_precision.engine`, named after the engine's setting that turns the
+step on: `optional_steps`. The steps build the model of an actor, a critic or a reference, and the shadow of an actor.
 """
 
 import copy
@@ -35,7 +34,7 @@ from verl_precision.weight_sync.report import ReportBox
 Step = Callable[[Any, nn.Module], nn.Module]
 Weights = Iterator[tuple[str, Tensor]]
 
-# (device, vendor): verl prefers such a key to its own, which names the device only, and the two cannot clash.
+# (device, vendor): verl prefers such a key to its own keys, which name only the device, so no key is replaced.
 NVIDIA, CPU = ("cuda", "nvidia"), ("cpu", "cpu")
 PROMISED = (ARITHMETIC, "learning_rate_ess_base", "stochastic_rounding_to")
 
@@ -50,7 +49,7 @@ class _ByConfig:
 
 
 def by_config(base: type, name: str, config_type: type, ours: type, *verls: type) -> type:
-    """Subclass an engine of verl, with the mixins `verls`; made with a config of our type it is one with `ours` too."""
+    """Return a subclass of a verl engine with the mixins `verls`; with a config of our type it has `ours` too."""
     about = {"__module__": ours.__module__, "__doc__": f"{base.__name__}; see {ours.__module__}."}
     engine: Any = type(name, (*verls, _ByConfig, base), {**about, "config_type": config_type})
     engine.precise = type(name, (ours, engine), about)
@@ -62,7 +61,7 @@ def register_engines(engines: Iterable[type], backends: Iterable[str], key: tupl
 
     A key that another package owns is refused.
     """
-    from verl.workers.engine.base import EngineRegistry  # whose import ends with our own registration
+    from verl.workers.engine.base import EngineRegistry  # its import ends with our own registration
 
     for model_type, engine in zip(("language_model", "value_model"), engines, strict=True):
         for backend in backends:
@@ -79,22 +78,22 @@ class EnginePart:
 
     # (data, verl's loss function) -> the loss function of the update whose batch is `data`
     watched: Callable[[Any, Callable], Callable] = lambda data, loss_function: loss_function
-    # engine -> a block for the optimizer's step
+    # engine -> a context manager around the optimizer's step
     around_step: Callable[[Any], AbstractContextManager[None]] = lambda engine: nullcontext()
-    # the weight stream to the rollout, as it came from the parts before -> the stream
+    # the weight stream to the rollout, as the parts before return it -> the stream
     sent: Callable[[Weights], Weights] = lambda weights: weights
     take_metrics: Callable[[], Mapping[str, float]] = dict  # of the training step that ends
 
 
 class PartsOfEngine:
-    """A mixin before an engine of verl: its parts take part, and each training step is reported once."""
+    """A mixin that comes before an engine of verl. It calls the engine's parts, and reports each training step once."""
 
     parts: list[EnginePart] = []
     report: StepReport | None = None
     scaler: Any = None
 
     def train_batch(self, data, loss_function):
-        """Train on a mini-batch as verl does; at the last one of a step also report."""
+        """Train on a mini-batch as verl does; add the step's metrics to the step's last mini-batch."""
         for part in self.parts:
             loss_function = part.watched(data, loss_function)
         outputs = super().train_batch(data, loss_function)
@@ -102,7 +101,7 @@ class PartsOfEngine:
             if self.report is not None and self.report.skipped[-1:] == [True]:
                 outputs["metrics"].pop("grad_norm")  # verl averages it over mini-batches: one inf would hide all others
             if tu.get(data, key="update_lr_scheduler", default=True):
-                # lists, as verl's own: it joins those of all ranks
+                # lists, because verl joins the lists of all ranks
                 outputs["metrics"].update({key: [value] for key, value in self.take_metrics().items()})
         return outputs
 
@@ -126,7 +125,7 @@ class PartsOfEngine:
 
 
 def optional_steps(engine: Any) -> list[Step]:
-    """Return the steps that settings of this process, or of an actor's config, ask for."""
+    """Return the steps that settings of this process, or of an actor's config, turn on."""
 
     def value_of(setting: str) -> object:
         if setting == ARITHMETIC:
@@ -137,7 +136,7 @@ def optional_steps(engine: Any) -> list[Step]:
 
 
 def steps_of(engine: Any) -> list[Step]:
-    """Return the build of an engine with a config of ours."""
+    """Return the steps that build an engine with a config of ours."""
     if not engine.is_actor:
         return [*optional_steps(engine), *VERIFIED]
     return [watch_weights, *optional_steps(engine), keep_adapter, add_shadow, replay_routers, *VERIFIED, send_digests]
@@ -159,7 +158,7 @@ def keep_adapter(engine: Any, module: nn.Module) -> nn.Module:
 
 
 def add_shadow(engine: Any, module: nn.Module) -> nn.Module:
-    """Have a copy of the engine build a copy of the model, with the shadow's dtype as its compute dtype."""
+    """Build a copy of the model by a copy of the engine, whose compute dtype is the shadow's."""
     config = engine.engine_config
     if config.shadow.enabled:
         name, twin = config.shadow.dtype, copy.copy(engine)
@@ -170,21 +169,21 @@ def add_shadow(engine: Any, module: nn.Module) -> nn.Module:
             parameter.data = parameter.data.to(torch_dtype(name))
         for step in VERIFIED:
             shadow = step(twin, shadow)
-        # Without gradients from here on: for LoRA, FSDP1 wraps by what has them, and the shadow is wrapped alike.
+        # Gradients are turned off only now: with LoRA, FSDP1 wraps by requires_grad, and must wrap the shadow alike.
         twin.module = shadow.requires_grad_(False)
         engine.shadow = ShadowModel(twin)
     return module
 
 
 def replay_routers(engine: Any, module: nn.Module) -> nn.Module:
-    """Have a mixture of experts replay, or compare, the rollout's choices."""
+    """Make a mixture of experts replay, or compare, the rollout's choice of experts."""
     if RouterReplay.is_asked(engine.engine_config):
         engine.replay = RouterReplay(module, engine.engine_config)
     return module
 
 
 def record_dtypes(engine: Any, module: nn.Module) -> nn.Module:
-    """Record the dtypes of each forward; under FSDP1 the modules have no matrix of their own once they are sharded."""
+    """Record the dtypes of each forward; before `shard`, with which FSDP1 takes the matrices from the modules."""
     config = engine.engine_config
     head = compute_head_in_fp32(module) if config.fp32_output_head and not engine.is_critic else None
     role = "reference" if config.forward_only else "critic" if engine.is_critic else "actor"
@@ -193,14 +192,14 @@ def record_dtypes(engine: Any, module: nn.Module) -> nn.Module:
 
 
 def shard(engine: Any, module: nn.Module) -> nn.Module:
-    """Have verl shard the model; its scaler, replaced below, would say that it is off without CUDA."""
+    """Let verl shard the model; hide a warning of verl's scaler, which `scale_loss` replaces."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA is not available")
         return engine.sharded(module)  # type: ignore[no-any-return]
 
 
 def scale_loss(engine: Any, module: nn.Module) -> nn.Module:
-    """Put our scaler in the place of verl's."""
+    """Replace verl's loss scaler by ours."""
     config = engine.engine_config
     if engine.scaler is not None:
         engine.scaler = None if config.forward_only else LossScaler(config.loss_scale, get_device_name())
@@ -208,14 +207,14 @@ def scale_loss(engine: Any, module: nn.Module) -> nn.Module:
 
 
 def send_digests(engine: Any, module: nn.Module) -> nn.Module:
-    """Close weight streams by a manifest where the receiver reads it; on a CPU only one that does can load again."""
+    """End weight streams with a manifest if the receiver reads it; on a CPU only such a receiver can reload weights."""
     if engine.is_actor and (get_device_name() == "cpu" or engine.engine_config.get("send_weight_manifest")):
         engine.parts.append(digester())
     return module
 
 
 def digester() -> EnginePart:
-    """Return what closes weight streams by a manifest, and has the receivers' reports."""
+    """Return the part that ends weight streams with a manifest, and collects the receivers' reports."""
     reports = ReportBox()
     return EnginePart(
         sent=lambda weights: send_with_manifest(weights, reports.new_address()), take_metrics=reports.take_metrics

@@ -1,7 +1,7 @@
 """verl's FSDP engines with loss scaling, FP32 log-probs, verified dtypes, a shadow, router replay and exact weights.
 
-`PrecisionFSDPEngine` overrides each method of verl's once, and the method shows the order of its phases, which stand in
-the modules of their subjects. Where its config is not ours, an engine is a `VerlsFSDPEngine`.
+`PrecisionFSDPEngine` overrides each method of verl once. The method shows the order of its phases, whose code is in
+other modules. An engine whose config is not ours is a `VerlsFSDPEngine`.
 """
 
 import contextlib
@@ -33,18 +33,18 @@ from verl_precision.integration.trainer.checkpoints import adopt_earlier
 
 
 class VerlsFSDPEngine(build.PartsOfEngine):
-    """The mixin before verl's engine: verl's path, with what needs no config of ours: arithmetic, a CPU's manifest."""
+    """The mixin before verl's engine: verl's path, arithmetic and a CPU's manifest, which need no config of ours."""
 
     engine_config: Any
 
     @property
     def is_critic(self) -> bool:
-        """Whether it gives values in the place of log-probs."""
+        """Whether the engine returns values instead of log-probs."""
         return isinstance(self, FSDPEngineWithValueHead)
 
     @property
     def is_actor(self) -> bool:
-        """Whether it trains a policy."""
+        """Whether the engine trains a policy."""
         return not (self.engine_config.forward_only or self.is_critic)
 
     def steps(self) -> list[build.Step]:
@@ -69,7 +69,7 @@ class PrecisionFSDPEngine:
     shadow: ShadowModel | None = None
     replay: RouterReplay | None = None
     sends_weights = True  # to a rollout
-    adapter_layers: dict[str, Any]  # of LoRA, without weights: the actor's
+    adapter_layers: dict[str, Any]  # the actor's LoRA layers, without weights
 
     def steps(self) -> list[build.Step]:
         """Return the steps of the build."""
@@ -79,8 +79,8 @@ class PrecisionFSDPEngine:
     # Forward: shadow, router replay, canary, verl's step, verification.
 
     def forward_step(self, micro_batch, loss_function, forward_only):
-        """Do verl's forward step; with `ratio_source=shadow` log-probs are the shadow's, but for their gradient."""
-        if self.replay is not None:  # there is no shadow beside it
+        """Do verl's forward step; with `ratio_source=shadow` log-probs are the shadow's, gradients the trainer's."""
+        if self.replay is not None:  # a run with replay has no shadow
             return self.replay.step(self.verified_step, micro_batch, loss_function, forward_only)
         ratio_from_shadow = self.engine_config.shadow.ratio_source == "shadow"
         if self.shadow is None or (forward_only and not ratio_from_shadow):
@@ -93,7 +93,7 @@ class PrecisionFSDPEngine:
         return self.verified_step(micro_batch, loss_function, False)
 
     def verified_step(self, micro_batch, loss_function, forward_only):
-        """Do verl's forward step, perhaps with weights rounded for the canary, then compare dtypes with the config."""
+        """Do verl's forward step (with rounded weights for the canary), then compare its dtypes with the config."""
         coarser = tu.get_non_tensor_data(data=micro_batch, key=ROUNDED_TO, default=None)
         with rounded_weights(self.module, torch_dtype(coarser)) if coarser else contextlib.nullcontext():
             result = super().forward_step(micro_batch, loss_function, forward_only)
@@ -101,7 +101,7 @@ class PrecisionFSDPEngine:
         return result
 
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
-        """Return log-probs and entropy in FP32, unless the config asks for verl's; a critic's values are verl's."""
+        """Return log-probs and entropy in FP32, or verl's if the config disables this; a critic's values are verl's."""
         verls = functools.partial(
             super().prepare_model_outputs, output, output_args, micro_batch, logits_processor_func
         )
@@ -109,7 +109,7 @@ class PrecisionFSDPEngine:
             return fp32_outputs(self, output, output_args, micro_batch, verls)
         return verls()
 
-    # Update: verl's mini-batch, which `measurement.py` measures, then what scaler and parts have to report.
+    # Update: verl's mini-batch, which `measurement.py` measures, then the reports of scaler and parts.
 
     def optimizer_step(self):
         """Do verl's step with our scaler; raise LossScaleError when the scale can fall no further."""
@@ -120,7 +120,7 @@ class PrecisionFSDPEngine:
         if self.shadow is not None:
             self.shadow.outdate()
         step = None if self.scaler is None else self.scaler.last_step
-        self.report.add(step.skipped if step is not None else not math.isfinite(grad_norm), step)  # verl skips by it
+        self.report.add(step.skipped if step is not None else not math.isfinite(grad_norm), step)  # verl's test
         if self.scaler is not None and self.scaler.exhausted:
             raise LossScaleError(diagnosis(self.scaler, self.module.named_parameters()))
         return grad_norm
@@ -132,7 +132,7 @@ class PrecisionFSDPEngine:
     # Weights: to the rollout, to a checkpoint and from one, to another device.
 
     def trained_weights(self, *args, **kwargs):
-        """Return verl's weight stream, of FSDP1 with an adapter whole."""
+        """Return verl's weight stream; for an adapter under FSDP1 with whole tensors."""
         weights, peft_config = super().trained_weights(*args, **kwargs)
         if peft_config is not None and kwargs.get("base_sync_done") and self.engine_config.strategy == "fsdp":
             weights = served_lora(self)
@@ -144,7 +144,7 @@ class PrecisionFSDPEngine:
     def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None, **kwargs):
         """Save verl's checkpoint and, before the barrier that ends the call, scaler state and the export's dtype."""
         first = torch.distributed.get_rank() == 0
-        if local_path is not None and first:  # who removes
+        if local_path is not None and first:  # this rank removes old checkpoints
             adopt_earlier(self.checkpoint_manager, local_path, max_ckpt_to_keep)
         super().save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep, **kwargs)
         if local_path is None:
@@ -153,7 +153,7 @@ class PrecisionFSDPEngine:
             save_scaler(self.scaler, local_path)
         if first:
             write_export_dtype(str(Path(local_path) / "huggingface"), long(self.engine_config.compute_dtype))
-            if self.model_config.lora_rank and not self.is_critic:  # verl keeps rank and alpha alone
+            if self.model_config.lora_rank and not self.is_critic:  # verl saves only rank and alpha
                 adapter = getattr(self.module, "_fsdp_wrapped_module", self.module).peft_config["default"]
                 adapter.save_pretrained(local_path)
         torch.distributed.barrier()
@@ -176,7 +176,7 @@ class PrecisionFSDPEngine:
         return moved
 
     def disable_adapter(self, *args, **kwargs):
-        """Leave LoRA out, of the shadow as well: it then stands for the reference."""
+        """Turn LoRA off, in the shadow too, which then stands for the reference."""
         both = contextlib.ExitStack()
         both.enter_context(super().disable_adapter(*args, **kwargs))
         if self.shadow is not None:
@@ -185,7 +185,7 @@ class PrecisionFSDPEngine:
 
 
 def precision_variant(base: type, name: str, *mixins: type) -> type:
-    """Subclass FSDPEngineWithLMHead or FSDPEngineWithValueHead; `mixins` come before verl's path."""
+    """Return a subclass of FSDPEngineWithLMHead or FSDPEngineWithValueHead; `mixins` come before verl's path."""
     return by_config(base, name, PrecisionFSDPConfig, PrecisionFSDPEngine, *mixins, VerlsFSDPEngine)
 
 
@@ -195,7 +195,7 @@ def register_nvidia_engines(transformer_impl: ModuleType) -> None:
 
 
 def register_cpu_engines(transformer_impl: ModuleType) -> None:
-    """Register a CPU variant of each FSDP2 engine under (device=cpu, vendor=cpu); offloading has no pinned memory."""
+    """Register a CPU variant of each FSDP2 engine under (device=cpu, vendor=cpu); offload without pinned memory."""
     wrap_once(transformer_impl.__name__, "CPUOffloadPolicy", _without_pinned_memory)
     _register(transformer_impl, "{}OnCPU", ("fsdp2",), CPU)
 

@@ -1,7 +1,7 @@
 """Measures the mismatch in the worker during an update: for bypass mode, and for α and β with a shadow.
 
-The trainer asks for it by a request among a batch's data (`run_monitor.py`). What is measured travels back as
-statistics that merge (`merged_metrics.py`). The seam is `BaseEngine.train_batch`, which every engine of verl inherits.
+The trainer puts a request into a batch's data (`run_monitor.py`). The worker returns statistics that can be merged
+(`merged_metrics.py`). The wrapped method is `BaseEngine.train_batch`, which every engine of verl inherits.
 """
 
 import functools
@@ -26,12 +26,12 @@ from verl_precision.mismatch.groups import MismatchByTurn, MismatchByVersion, be
 from verl_precision.mismatch.packing import flattened
 from verl_precision.mismatch.phantom import PhantomStatistics
 
-# Keys among a batch's data: the request; where some are not current, how many versions behind each response is; and,
-# where tokens are kept, its lot (`candidates.lot_of`).
+# Keys in a batch's data: the request; how many versions behind each response is, if any response is; and each
+# response's lot (`candidates.lot_of`), if tokens are kept.
 REQUEST = "verl_precision_measure"
 VERSIONS_BEHIND = "verl_precision_versions_behind"
 LOTS = "verl_precision_lots"
-# Keys of what comes back.
+# Keys of the statistics that come back.
 MISMATCH = "verl_precision/mismatch_statistics"
 PHANTOM = "verl_precision/phantom_statistics"
 TURNS = "verl_precision/turn_statistics"
@@ -44,14 +44,14 @@ logger = logging.getLogger("verl_precision.mismatch")
 class MeasureOrder(TypedDict):
     """The trainer's request to measure, as plain data that travels with a batch."""
 
-    mismatch: bool  # is the gap itself measured here? else the driver does that
-    rollout_as_shadow: bool  # where no shadow runs, is the rollout to stand for one?
-    bypass: bool  # are the old log-probs the rollout's?
-    # `ClipRange` of the loss, where its ratio is taken against the rollout's log-probs
+    mismatch: bool  # whether the worker measures the gap; otherwise the driver does
+    rollout_as_shadow: bool  # whether the rollout stands for a shadow where none runs
+    bypass: bool  # whether the old log-probs are the rollout's
+    # the loss's `ClipRange`, if its importance ratio divides by the rollout's probability
     clip: tuple[bool, float, float, float] | None
-    beta_in_ratio: bool  # does the loss see the training forward's log-probs, and not the shadow's?
+    beta_in_ratio: bool  # whether the loss gets the training forward's log-probs, not the shadow's
     longest_response: int  # tokens; a response of this length was cut
-    keep: int  # responses of which tokens are kept
+    keep: int  # number of responses whose tokens are kept
 
 
 @dataclass
@@ -74,7 +74,7 @@ def updates_of(engine: Any) -> MeasuredUpdates:
 
 @wrapping("BaseEngine.train_batch")
 def measure_every_engine(wrapped, instance, args, kwargs):
-    """Train as verl does; an update that is asked for is measured, whatever the engine."""
+    """Train as verl does, in any engine; measure an update that the trainer requests."""
     given = dict(zip(("data", "loss_function"), args, strict=False)) | kwargs
     request = tu.get(given["data"], key=REQUEST, default=None)
     if request is None:
@@ -95,7 +95,7 @@ def with_metrics(loss_function: Callable, measured: Callable[[Any, Any], Mapping
     """Return verl's loss function with further metrics, measured from model output and micro-batch before the loss."""
 
     def loss_and_metrics(*args: Any, **kwargs: Any) -> Any:
-        # Top-k distillation asks for its part of the logits; a critic has values in the place of log-probs.
+        # Without log-probs: top-k distillation calls this for its part of the logits, and a critic has values.
         if "log_probs" not in kwargs.get("model_output", ()):
             return loss_function(*args, **kwargs)
         further = measured(kwargs["model_output"], kwargs["data"])
@@ -106,9 +106,9 @@ def with_metrics(loss_function: Callable, measured: Callable[[Any, Any], Mapping
 
 
 def measure(request: MeasureOrder, output: Mapping[str, Tensor], data: Any) -> dict[str, MergedMetric]:
-    """Measure one micro-batch; a failure is logged, counted, and costs the numbers of this micro-batch, never the run.
+    """Measure one micro-batch. After a failure, log and count it; the run goes on without this micro-batch's numbers.
 
-    The keys are the same whether it failed or not: verl merges ranks by the keys of the first.
+    The keys do not depend on a failure: verl merges the ranks by the keys of the first rank.
     """
     failed, found = 0.0, dict[str, Any]({MISMATCH: MismatchByVersion(), PHANTOM: PhantomStatistics()})
     if request["mismatch"]:
@@ -117,7 +117,7 @@ def measure(request: MeasureOrder, output: Mapping[str, Tensor], data: Any) -> d
         found[CANDIDATES] = Candidates(request["keep"])
     try:
         found |= _measure(request, output, data)
-    except Exception:  # somebody's run is under way, and does not need this number
+    except Exception:  # a failed measurement must not end a user's run
         failed = 1.0
         logger.exception("the mismatch of a micro-batch could not be measured; training continues without it")
     found[FAILED] = Count(torch.tensor(failed))
@@ -164,5 +164,5 @@ def _of_responses(data: Any, field: str) -> list[int]:
 
 
 def ended_by_themselves(response_mask: Tensor, longest_response: int) -> Tensor:
-    """Return [B] bool, the responses that were not cut: those with fewer tokens than the rollout may give them."""
+    """Return [B] bool: whether a response was not cut, that is, has fewer tokens than the rollout allows."""
     return response_mask.offsets().diff() < longest_response  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """verl's Megatron engines with two additions: an overflow skips an update, and weight streams are verified.
 
-Megatron has FP16 of its own. When its optimizer reports an overflow, which a dynamic scale makes by design, verl raises
+Megatron has its own FP16. A dynamic loss scale causes overflows by design. When Megatron reports one, verl raises
 `NotImplementedError`. Here the update is skipped and counted, as in our FSDP engine, and the schedule waits for it.
 None of this was run on a GPU.
 """
@@ -23,11 +23,11 @@ class PrecisionMegatronEngine(PartsOfEngine):
     engine_config: Any
     optimizer_config: Any
     optimizer: Any
-    _skipped = False  # the latest update?
+    _skipped = False  # whether the latest update was skipped
     _skipped_at_minimum = 0
 
     def _build_optimizer(self):
-        """Build Megatron's optimizer; its step tells verl that all is well, and us whether it is."""
+        """Build Megatron's optimizer. Its step always reports success to verl; `_skipped` has the true result."""
         optimizer = super()._build_optimizer()
         self.report, self.parts = StepReport(), [digester()] if self.engine_config.send_weight_manifest else []
         step = optimizer.step

@@ -18,8 +18,8 @@ def fp32_outputs(
 ) -> dict[str, Tensor]:
     """Return nested log-probs and entropy in FP32.
 
-    Fused kernels never show their logits: verl's path. Distillation and Σπ² need the whole logits: verl's path on FP32
-    logits, whose memory no chunk bounds. `output_args` come from verl's `prepare_model_inputs`.
+    Fused kernels return no logits, so verl's path is used. Distillation and Σπ² need all logits at once: verl's path on
+    FP32 logits, without chunks. `output_args` come from verl's `prepare_model_inputs`.
     """
     ask = partial(tu.get_non_tensor_data, data=micro_batch, default=False)
     if ask(key="use_fused_kernels"):
@@ -53,7 +53,7 @@ def fp32_outputs(
 
 
 def kept_tokens(micro_batch: Any, labels_N: Tensor) -> SamplingMask | None:
-    """Return the tokens that each place of a micro-batch was drawn from, but of verl's padding; None without masks."""
+    """Return the tokens that sampling kept at each position, except verl's padding; None without masks."""
     if MASK_FIELD not in micro_batch:
         return None
     lengths = micro_batch["input_ids"].offsets().diff().tolist()

@@ -1,13 +1,13 @@
 """The adapter from verl's call of a loss to ours, and weights for verl's rollout-correction step.
 
-`actor.policy_loss.loss_mode=<name of POLICY_LOSSES>`. Which policy verl's `old_log_prob` belongs to depends on the run:
-that of θ' recomputed by the trainer, or, in bypass mode, the rollout's. The worker is not told. So a loss that needs
-the rollout's asks for a marker in its own config, which the presets tie to the setting that decides:
+`actor.policy_loss.loss_mode=<name of POLICY_LOSSES>`. verl's `old_log_prob` is recomputed by the trainer at θ', or, in
+bypass mode, the rollout's. The worker does not know which. So a loss that needs the rollout's reads a copy of the
+setting `bypass_mode` in its own config, which the presets bind to the original:
 `actor.policy_loss.rollout_correction.bypass_mode`.
 
 `algorithm.rollout_correction.rollout_is=vp_token_tis|vp_seq_mis|vp_geo_mask|vp_icepop|vp_kpop`: equations (9) and (10),
-and three masks, are levels beside verl's, in the same step and under the same settings, and they arrive at the loss as
-`rollout_is_weights`, as verl's do. docs/math.md says why they are our own.
+and three masks, are further levels beside verl's. They use the same step and the same settings, and reach the loss as
+`rollout_is_weights`. docs/math.md explains why they are our own.
 """
 
 import math
@@ -87,7 +87,7 @@ class AdaptedLoss:
         return output.loss, metrics_of_loss(output.metrics)
 
 
-# The log-probs of trainer and rollout whose weights are being made: verl hands their difference on.
+# The log-probs of trainer and rollout for the weights being computed: verl passes on only their difference.
 _log_probs: ContextVar[tuple[Tensor, Tensor]] = ContextVar("log_probs")
 
 
@@ -123,10 +123,10 @@ def _own_weights(
     valid_BT = response_mask.bool()
     rows_B = valid_BT.any(dim=-1)
     weights, counted = weights_BT, valid_BT
-    if kind.of_responses:  # one weight per response: at every token that counts, and 0 at the others
+    if kind.of_responses:  # one weight per response, at each token that counts; 0 at other tokens
         weights, counted = weights_BT.amax(dim=-1), rows_B
     beyond = weights == 0
-    if kind.bounds is limits.require_threshold:  # what has a tiny ratio has a weight of 0 too
+    if kind.bounds is limits.require_threshold:  # a tiny ratio gives a weight of 0 too
         log_of = torch.where(valid_BT, log_ratio, 0)
         log_of = log_of.sum(dim=-1, dtype=torch.float64) if kind.of_responses else log_of
         beyond = log_of > math.log(limits.require_threshold(rollout_is_threshold))

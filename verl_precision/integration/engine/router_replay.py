@@ -1,8 +1,8 @@
 """Replays the rollout's choice of experts in verl's FSDP engine and compares it with the trainer's.
 
-verl carries `routed_experts` from the rollout to every forward of the actor (`rollout.enable_rollout_routing_replay`),
-and only its Megatron and VeOmni engines read it. This reads it for FSDP, by verl's own setting `router_replay.mode`:
-R3 replays the rollout's choice in the old-log-prob pass and in the update, R2 the old-log-prob pass's in the update.
+verl passes `routed_experts` from the rollout to every forward of the actor (`rollout.enable_rollout_routing_replay`).
+Only verl's Megatron and VeOmni engines read it. This module does for FSDP, by verl's setting `router_replay.mode`: R3
+replays the rollout's choice in the old-log-prob pass and in the update; R2 replays that pass's choice in the update.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ CHOICES = "routed_experts"  # verl's field: [tokens, layers, top_k] of each sequ
 
 
 class RouterReplay:
-    """Routers that answer with the choices of a batch."""
+    """The routers of a model, which can replay the choices of a batch."""
 
     def __init__(self, module: nn.Module, config: PrecisionFSDPConfig) -> None:
-        """Find the routers of a model that is not sharded yet, which would replace the modules' classes."""
+        """Find the routers of a model before sharding, which replaces the modules' classes."""
         self._mode = config.router_replay.mode
         self._routers = ReplayedRouters(module)
 
@@ -35,18 +35,18 @@ class RouterReplay:
         return config.watch_routing or config.router_replay.mode != "disabled"
 
     def step(self, step: Callable, micro_batch: Any, loss_function: Callable | None, forward_only: bool) -> Any:
-        """Do the engine's step with the choices of the batch; in training, report how far the trainer's own agree."""
+        """Do the engine's step with the batch's choices; in training, report how far the trainer's choices agree."""
         offsets = micro_batch["input_ids"].offsets()
         choices: Any = None
         known: Any = None
         if CHOICES in micro_batch:
             choices = micro_batch[CHOICES].values()
             known = known_tokens(choices, offsets) if self._mode != "R2" else torch.ones(len(choices)).bool()
-        # Is this the forward whose choices R2 replays: the old-log-prob pass, and not a reference?
+        # R2 replays the choices of the old-log-prob pass: record them, but not those of a reference.
         reference = tu.get_non_tensor_data(data=micro_batch, key="no_lora_adapter", default=False)
         records = forward_only and self._mode == "R2" and not reference
         replay = choices if self._mode != "disabled" and not records else None
-        self._routers.replay(replay, known)  # until the next forward: gradient checkpointing asks again in the backward
+        self._routers.replay(replay, known)  # until the next forward: gradient checkpointing needs it in the backward
         watched: Any = self._routers.watched() if choices is not None or forward_only else contextlib.nullcontext({})
 
         def agreement(*_: Any) -> Mapping[str, Any]:

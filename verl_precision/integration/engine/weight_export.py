@@ -23,7 +23,7 @@ from verl_precision.base.files import write_file
 
 MODEL = "actor_rollout_ref.model"
 PREFIX = "base_model.model."
-# Trained instead of a module, and the module that it stands for.
+# Names of a module's trained copy, and of the original behind it.
 COPY, _COPIED = ".modules_to_save.default", ".original_module."
 OF_ADAPTER = re.compile(r"(|.*\.)(lora_\w+|token_adapter)\..*")
 _OF_LAYER = re.compile(r"(.*?)\.((?:base_layer|lora_\w+)\..*)")
@@ -31,15 +31,15 @@ _OF_LAYER = re.compile(r"(.*?)\.((?:base_layer|lora_\w+)\..*)")
 
 @dataclass(frozen=True)
 class Source:
-    """The parts of a tensor of the model."""
+    """A tensor of the model, and the parts that it is made of."""
 
     name: str  # in the state dict
-    layer: Any = None  # of the adapter, without weights; None: the tensor is taken as it is
+    layer: Any = None  # of the adapter, without weights; None: no adapter is on the tensor
     parts: Mapping[str, str] = field(default_factory=dict)  # names in that layer -> names in the state dict
 
     @torch.no_grad()
     def value(self, whole: Callable[[str], Tensor]) -> Tensor:
-        """Return the tensor, merged in FP32 if an adapter is on it; `whole` returns one of the state dict."""
+        """Return the tensor, merged in FP32 if an adapter is on it; `whole` returns a tensor of the state dict."""
         if self.layer is None:
             return whole(self.name)
         layer, own = copy.deepcopy(self.layer), next(part for part, name in self.parts.items() if name == self.name)
@@ -51,7 +51,7 @@ class Source:
 
 
 def layers_without_weights(model: nn.Module) -> dict[str, nn.Module]:
-    """Return copies of a model's LoRA layers, by name and without weights; of nested ones the outermost."""
+    """Return copies of a model's LoRA layers, by name and without weights; of nested layers only the outermost."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if issubclass(type(module), lora.LoraLayer) and name.partition(".base_layer")[0] not in found:
@@ -62,7 +62,7 @@ def layers_without_weights(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def sources(names: Iterable[str], layers: Mapping[str, nn.Module]) -> dict[str, Source]:
-    """Return what each tensor of a model is made of, by its name without PEFT's parts; `names` are the state dict's."""
+    """Return the source of each tensor of a model, by its name without PEFT's parts; `names` are the state dict's."""
     found: dict[str, Source] = {}
     of_layer: dict[str, dict[str, str]] = {}
     for name in names:
@@ -75,7 +75,7 @@ def sources(names: Iterable[str], layers: Mapping[str, nn.Module]) -> dict[str, 
         base = {part: name for part, name in parts.items() if part not in adapter}
         adapted = {part for part in base if _adapters_on(layers[layer], part)}
         for part, name in base.items():
-            # Experts are large, and their tensors merged apart; a weight and its bias are not.
+            # Experts are large, so each of their tensors is merged alone; a weight and its bias are merged together.
             beside = {part: name} if isinstance(layers[layer], lora.ParamWrapper) else base
             found[_plain(name)] = Source(name, layers[layer], adapter | beside) if part in adapted else Source(name)
         found |= {} if adapted else {_plain(name): Source(name) for name in adapter.values()}
@@ -83,12 +83,12 @@ def sources(names: Iterable[str], layers: Mapping[str, nn.Module]) -> dict[str, 
 
 
 def unmerged(found: Mapping[str, Source]) -> list[str]:
-    """Return the tensors of an adapter that are merged into nothing."""
+    """Return the tensors of an adapter that are not merged into any weight."""
     return [source.name for name, source in found.items() if OF_ADAPTER.fullmatch(name)]
 
 
 def untied(found: Mapping[str, Source], tied: Mapping[str, str], same: Callable[[str, str], bool]) -> list[str]:
-    """Return the tensors that are no longer what they are tied to (`tied`): an adapter is on one, or it has a copy."""
+    """Return the tensors that differ from those they are tied to (`tied`): one has an adapter, or a trained copy."""
     pairs = ((name, found[name], found[other]) for name, other in tied.items() if name in found and other in found)
     return [name for name, one, other in pairs if one.layer or other.layer or not same(one.name, other.name)]
 
@@ -141,7 +141,7 @@ def adapter_layers(module: Any, merges: bool, targets: object) -> dict[str, Any]
 
 
 def merged_lora(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights with LoRA merged, as verl names them, in FP32: merged apart from the model, which stays."""
+    """Yield the weights with LoRA merged in FP32, under verl's names; the model itself is not changed."""
     from verl.utils.fsdp_utils import offload_fsdp_model_to_cpu
     from verl.utils.model import convert_weight_keys
     from verl.workers.engine.fsdp.utils import unfuse_moe_params
@@ -150,7 +150,7 @@ def merged_lora(engine: Any) -> Iterator[tuple[str, Tensor]]:
         names, whole = _state(engine)
         wrapped = getattr(engine.module, "_fsdp_wrapped_module", engine.module)
         found = convert_weight_keys(sources(names, engine.adapter_layers), wrapped).items()
-        merged = ((name, source.value(whole).detach().clone()) for name, source in found)  # a whole may be live storage
+        merged = ((name, source.value(whole).detach().clone()) for name, source in found)  # `whole` may be live storage
         yield from unfuse_moe_params(merged, engine.model_config.hf_config.model_type)
     finally:
         if engine._is_offload_param:
@@ -158,7 +158,7 @@ def merged_lora(engine: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def served_lora(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of an adapter that the rollout serves, by PEFT's names; of FSDP1 PEFT itself returns none."""
+    """Yield an adapter's tensors by PEFT's names, for a rollout that serves it; under FSDP1 PEFT returns none."""
     names, whole = _state(engine)
     yield from ((name.replace(".default", ""), whole(name)) for name in names if OF_ADAPTER.fullmatch(name))
 
@@ -180,7 +180,7 @@ def _state(engine: Any) -> tuple[list[str], Callable[[str], Tensor]]:
 
 
 def write_export_dtype(folder: str, dtype: str) -> None:
-    """Say in an exported model's config.json which dtype it was trained to be used in; verl says the first model's."""
+    """Write the trainer's compute dtype into an exported model's config.json, where verl writes the first model's."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         return

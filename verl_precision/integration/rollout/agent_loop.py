@@ -1,4 +1,4 @@
-"""verl's single-turn agent loop with further requests to vLLM: stop strings, min-p, seeds, sampling masks.
+"""verl's single-turn agent loop with more sampling settings for vLLM: stop strings, min-p, seeds, masks.
 
 In a recipe:
 
@@ -9,7 +9,7 @@ In a recipe:
 A stop string stays at the end of the response, so that the policy learns to write it. Training and validation stop
 alike. Sampling masks are the tokens that top-k, top-p and min-p kept (docs/options.md). With `seeded: True` each
 response is drawn with a seed of its own (docs/options.md). With `mark_truncated: True` rewards find in `extra_info`
-whether a response was `truncated`: it has all the tokens that it may have, and the last one does not end it.
+whether a response was `truncated`: it has the largest length, and its last token is not the end token.
 """
 
 from types import ModuleType
@@ -26,7 +26,7 @@ from verl_precision.engine.log_probs import MASK_ANSWER_KEY, MASK_FIELD, MASK_RE
 
 
 class MaskedOutput(AgentLoopOutput):
-    """A response with the tokens that were kept at each of its places."""
+    """A response with the tokens that sampling kept at each position."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return verl's fields of the sample, and the mask."""
@@ -36,10 +36,10 @@ class MaskedOutput(AgentLoopOutput):
 
 
 class PrecisionAgentLoop(SingleTurnAgentLoop):
-    """One turn, drawn as `rollout.custom` says; check/rules/rollout.py has checked it."""
+    """One turn, sampled with the settings of `rollout.custom`, which check/rules/rollout.py has checked."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """Draw one response; verl's arguments and result."""
+        """Sample one response; arguments and result are verl's."""
         custom, asked = self.rollout_config.custom or {}, dict(sampling_params)
         if custom.get("stop"):
             asked |= {"stop": list(custom["stop"]), "include_stop_str_in_output": True}
@@ -47,7 +47,7 @@ class PrecisionAgentLoop(SingleTurnAgentLoop):
             asked["min_p"] = custom["min_p"]
         top_k = sampling_params.get("top_k", -1)
         if custom.get("sampling_masks") and sampling_params["temperature"] > 0 and top_k > 0:
-            # Logits that are equal to that of rank top_k are kept too.
+            # vLLM also keeps logits that equal the logit of rank top_k.
             asked[MASK_REQUEST_KEY] = min(2 * top_k + 16, len(self.tokenizer))
         if custom.get("seeded"):
             asked["seed"] = response_seed(self.rollout_config.seed, kwargs["uid"], kwargs["session_id"])

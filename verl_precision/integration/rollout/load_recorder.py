@@ -11,10 +11,10 @@ from torch import nn
 from verl_precision.weight_sync.manifest import integers
 from verl_precision.weight_sync.verify import LayerRecord, fresh_parameter, layers_with_parameters, not_built
 
-# Methods, by class name, that change no parameter after loading on an accelerator; others are counted, not verified.
+# Methods, by class name, that change no parameter after loading on an accelerator. Other layers are not verified.
 _COMPARABLE_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType"}
 _EXPERTS_METHOD = "UnquantizedFusedMoEMethod"
-# Its kernels that compute with expert weights as they were loaded: vLLM's choice on H100. The others shuffle them.
+# Kernels of this method that use expert weights as loaded: vLLM's choice on H100. Other kernels shuffle the weights.
 _COMPARABLE_EXPERT_KERNELS = {"TRITON", "BATCHED_TRITON"}
 
 # Parameter elements verified in one sync beside the first, the last and a larger layer. The guard needs
@@ -24,11 +24,11 @@ ELEMENTS_PER_SYNC = 1 << 26
 
 
 def comparable(layer: nn.Module) -> bool:
-    """Return whether a layer's parameters stay, on an accelerator, what its loaders wrote."""
+    """Return whether, on an accelerator, a layer's parameters stay as its loaders wrote them."""
     method: Any = getattr(layer, "quant_method", None)
     if type(method).__name__ != _EXPERTS_METHOD:
         return type(method).__name__ in _COMPARABLE_METHODS
-    padded = method.moe.hidden_dim != method.moe.hidden_dim_unpadded  # nobody writes the padding
+    padded = method.moe.hidden_dim != method.moe.hidden_dim_unpadded  # no loader writes the padding
     return method.unquantized_backend.name in _COMPARABLE_EXPERT_KERNELS and not padded
 
 
@@ -37,7 +37,7 @@ def choose_layers(
 ) -> set[str]:
     """Choose the layers to verify in this sync: the first, the last, and a window that moves on with every sync.
 
-    The budget is the most parameter elements in the window; one layer that is larger is verified beside it.
+    `budget` is the largest number of parameter elements in the window; one larger layer is verified beside it.
     """
     layers = {name: layer for name, layer in layers_with_parameters(model).items() if accept(layer)}
     sizes = {name: sum(p.numel() for p in layer.parameters(recurse=False)) for name, layer in layers.items()}
@@ -59,14 +59,14 @@ def choose_layers(
 
 @contextlib.contextmanager
 def record_loads(model: nn.Module, layers: set[str]) -> Iterator[dict[str, LayerRecord]]:
-    """Load the named layers' parameters twice inside the block: the live ones, and others to compare them with.
+    """Inside the block, load the named layers' parameters twice: the live ones, and others to compare them with.
 
     Yields layer name -> what the layer was sent, filled while loading: transfer buffers are reused.
     """
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     records: dict[str, LayerRecord] = {}
-    # Parameter -> who holds it, and under what name; tied layers share one.
+    # Parameter -> the records of its layers, and its name in each; tied layers share a parameter.
     holders: dict[Any, list[tuple[str, LayerRecord]]] = defaultdict(list)
     for name in layers:
         template = dict(model.get_submodule(name).named_parameters(recurse=False))
@@ -83,7 +83,7 @@ def record_loads(model: nn.Module, layers: set[str]) -> Iterator[dict[str, Layer
 
 
 def _loading_twice(live: Any, loader: Callable[..., Any], holders: list[tuple[str, LayerRecord]]) -> Callable[..., Any]:
-    """Return a loader that loads the live parameter, then one that all layers which hold it are compared with."""
+    """Return a loader that loads the live parameter, then another one for the comparison in all its layers."""
     fresh: Any = None
 
     def load(*args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ def _loading_twice(live: Any, loader: Callable[..., Any], holders: list[tuple[st
             loader(*again, **{key: fresh if value is live else value for key, value in kwargs.items()})
             for name, record in holders:
                 record.loaded[name] = fresh
-        except Exception as error:  # the live one is loaded: this layer is not verified, and the sync goes on
+        except Exception as error:  # the live one is loaded: the sync goes on, without verifying this layer
             for _, record in holders:
                 record.failure = not_built(error)
         return result
@@ -108,7 +108,7 @@ def _loading_twice(live: Any, loader: Callable[..., Any], holders: list[tuple[st
 
 
 def _unlike(live: Any) -> Any:
-    """Return a fresh parameter whose elements all differ from the live one's, so that those nobody writes show."""
+    """Return a fresh parameter whose elements all differ from the live one's, so that unwritten elements are found."""
     fresh = fresh_parameter(live, live.device)
     bits = integers(live.dtype)
     torch.bitwise_not(live.data.view(bits), out=fresh.data.view(bits))

@@ -23,19 +23,19 @@ class Sync:
     sent: dict[str, TensorDigest] | None = None  # None: the trainer sends no manifest
     reply_to: str | None = None
     received: dict[str, torch.dtype] = field(default_factory=dict)
-    digests: StreamDigest | None = None  # of what was received; None: the trainer announces no manifest
-    parameters: set[str] | None = None  # of the model; None: it is not verified layer by layer
-    records: dict[str, LayerRecord] = field(default_factory=dict)  # of the layers that are
-    loading: str = ""  # what the model was given last
-    loaded: set[str] | None = field(default_factory=set)  # None: the model does not say what it has loaded
+    digests: StreamDigest | None = None  # of the received tensors; None: the trainer announces no manifest
+    parameters: set[str] | None = None  # the model's; None: its layers are not verified
+    records: dict[str, LayerRecord] = field(default_factory=dict)  # of the layers to verify
+    loading: str = ""  # the tensors that the model got last
+    loaded: set[str] | None = field(default_factory=set)  # None: the model does not report what it has loaded
     adapter: dict[str, Tensor] = field(default_factory=dict)  # the tensors of a LoRA adapter
     buffers: list[tuple[str, Tensor]] = field(default_factory=list)  # on CPU, to be set when the reload has ended
     problems: list[str] = field(default_factory=list)
-    failure: Exception | None = None  # raised once the sender has been answered, which would otherwise wait for ever
+    failure: Exception | None = None  # raised after the reply to the sender, which would otherwise wait forever
     report: SyncReport = field(default_factory=SyncReport)
 
     def take_bucket(self, weights: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Return the tensors of a bucket that are to be loaded; note what they are, and what the manifest says."""
+        """Return the tensors of a bucket that must be loaded; record them, and read the manifest."""
         tensors = []
         for name, tensor in weights:
             if name == manifest.ANNOUNCEMENT_NAME:
@@ -46,7 +46,7 @@ class Sync:
                 # The layer-wise reload reads tensors after this bucket's memory has been reused.
                 tensors.append((name, tensor.clone() if self.on_cpu else tensor))
         start = time.perf_counter()
-        for name, tensor in tensors:  # what is loaded below
+        for name, tensor in tensors:
             self.received[name] = tensor.dtype
             if self.digests is not None:
                 self.digests.add(name, tensor)
@@ -56,7 +56,7 @@ class Sync:
         return tensors
 
     def collect_loaded(self, model: Any) -> None:
-        """Have the names that `model.load_weights` returns collected, until the attribute is deleted."""
+        """Collect the names that `model.load_weights` returns, until the attribute is deleted."""
         load_weights = model.load_weights
 
         def progress_noted(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -72,7 +72,7 @@ class Sync:
         model.load_weights = collecting
 
     def coverage_problems(self) -> list[str]:
-        """Name the parameters that were not loaded, under their own name or (experts) under that of a layer above."""
+        """Return a problem for each parameter that was not loaded, by its own name or (experts) by a parent layer's."""
         parameters = self.parameters or set()
 
         def arrived(name: str) -> bool:

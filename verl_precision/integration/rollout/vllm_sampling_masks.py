@@ -1,7 +1,7 @@
 """verl's vLLM server with sampling masks: on request it returns the tokens that sampling kept at each position.
 
-vLLM returns the most probable tokens of each place with their processed log-probs, which are -inf for tokens that
-top-k, top-p and min-p dropped. That all kept tokens were returned is checked: their probabilities sum to 1.
+vLLM returns the most probable tokens of each position with their processed log-probs, which are -inf for tokens that
+top-k, top-p and min-p dropped. The kept tokens' probabilities must sum to 1: then vLLM has returned all of them.
 """
 
 from collections.abc import AsyncIterator
@@ -14,7 +14,7 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.log_probs import MASK_ANSWER_KEY, MASK_REQUEST_KEY
 from verl_precision.integration.ledger import wrap_actor_method_once
 
-# FP32 log-probs of up to thousands of tokens sum to 1 within this.
+# The probabilities of thousands of tokens, from FP32 log-probs, sum to 1 within this.
 _NORMALISED = 1e-3
 
 
@@ -42,12 +42,12 @@ async def _generate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 class _Recorded:
-    """vLLM's `generate`, which returns more log-probs to a request that asks for masks, and keeps them for it."""
+    """vLLM's `generate`; for a request with masks it returns more log-probs, and keeps them under the request's id."""
 
     def __init__(self, generate: Any) -> None:
         self._generate = generate
-        self.asked: dict[str, int] = {}  # request -> tokens that are returned at each place
-        self.log_probs: dict[str, Any] = {}  # request -> vLLM's
+        self.asked: dict[str, int] = {}  # request -> number of tokens to return at each position
+        self.log_probs: dict[str, Any] = {}  # request -> vLLM's log-probs
 
     async def __call__(self, **kwargs: Any) -> AsyncIterator[Any]:
         request = kwargs["request_id"]
@@ -61,9 +61,9 @@ class _Recorded:
 
 
 def kept_of(log_probs: Any, places: int, returned: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return how many tokens were kept at each place of a response, and which; an error if not all were returned.
+    """Return the number of kept tokens at each position of a response, and the tokens; raise if some are missing.
 
-    `log_probs` are vLLM's `FlatLogprobs`: at each place the drawn token, then the `returned` most probable ones.
+    `log_probs` are vLLM's `FlatLogprobs`: at each position the drawn token, then the `returned` most probable ones.
     """
     if not places:
         return np.zeros(0, np.int32), np.zeros(0, np.int32)

@@ -2,7 +2,7 @@
 
 verl's trainer sends the weights to vLLM through a UNIX socket in /tmp, named after the Ray job, and the first job of
 every Ray has the same name. The driver therefore chooses a name before Ray starts, and both ends find it in their
-environment. In a Ray that was there before, neither end has it, and the job's name is unique.
+environment. In a Ray that ran before, neither end has this name, and the job's name is unique.
 """
 
 import os
@@ -16,7 +16,7 @@ VARIABLE = "VERL_PRECISION_WEIGHT_SOCKET"
 
 
 def choose_name() -> None:
-    """Choose the name of this run's sockets, for every process that this one starts; a mark names those to remove."""
+    """Choose the name of this run's sockets, for all child processes; `compare` removes sockets by its mark."""
     os.environ[VARIABLE] = (os.environ.get(RUN_MARK) or uuid.uuid4().hex)[:12]
 
 
@@ -28,8 +28,8 @@ def own_path(path: str) -> str:
 
 @wrapping("ServerAdapter.__init__")
 def name_at_the_sender(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """Name the trainer's end; the receiver's is `VerifiedWeightSyncExtension`."""
+    """Put the run's name into the trainer's socket; `VerifiedWeightSyncExtension` does so at the receiver."""
     wrapped(*args, **kwargs)
     extension = (instance.config.engine_kwargs.get("vllm") or {}).get("worker_extension_cls")
-    if str(extension).startswith("verl_precision."):  # else the receiver is verl's
+    if str(extension).startswith("verl_precision."):  # otherwise the receiver is verl's
         instance.zmq_handle = own_path(instance.zmq_handle)

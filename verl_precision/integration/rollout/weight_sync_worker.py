@@ -1,7 +1,7 @@
 """verl's vLLM worker extension. It verifies each weight sync at its end, and stops the run if a fault is proven.
 
-The presets choose it: `actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls`. What it asks, and what it
-cannot know (then the canary covers it): docs/weight_sync.md.
+The presets choose it: `actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls`. docs/weight_sync.md lists
+its checks, and the faults that only the canary can find.
 """
 
 import logging
@@ -47,7 +47,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
     def update_weights_from_ipc(
         self, peft_config: dict | None = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
-        """Receive and load weights as verl does, then verify them; with LoRA and `base_sync_done`, of the adapter."""
+        """Receive and load weights as verl does, then verify them; with LoRA and `base_sync_done` the adapter's."""
         on_cpu = self.device is not None and self.device.type == "cpu"
         self._sync = sync = Sync(on_cpu, (peft_config or None) if base_sync_done else None)
         try:
@@ -64,7 +64,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
             self._sync = None
             self._encoded = {key: weakref.ref(output) for key, output in self._encoder_outputs().items()}
             sync.records.clear()
-            get_torch_device().empty_cache()  # verl emptied it while the records were there; the KV cache comes next
+            get_torch_device().empty_cache()  # verl emptied it before the records were freed; the KV cache is next
         self._raise_problems(sync.problems)
         if sync.reply_to is not None:
             sync.report.write(sync.reply_to)
@@ -73,7 +73,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         self._sync_index += 1
 
     def _look_at_the_model(self, sync: Sync, until_loaded: ExitStack) -> None:
-        """Note what the sync could change, and have what is loaded recorded."""
+        """Look for old encoder outputs, note the model's parameters, and start to record what is loaded."""
         model: Any = self.model_runner.model
         self._without_adapter = self._without_adapter + 1 if sync.peft_config is None else 0
         try:
@@ -87,7 +87,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
             sync.failure = self._failure("looking at the model", error)
 
     def _verify(self, sync: Sync) -> None:
-        """Add what is wrong with a sync that has ended."""
+        """Add the problems of a sync that has ended."""
         model: Any = self.model_runner.model
         sync.problems += self._arrival_problems(sync) + self._delivery_problems()
         if sync.peft_config is not None:
@@ -105,9 +105,9 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
             raise WeightSyncError(f"Weight sync {self._sync_index} did not take: {shown}. {SYNC_HELP}")
 
     def _update_weights(self, weights: list[tuple[str, Tensor]], peft_config: dict, base_sync_done: bool) -> None:
-        """Load one bucket; an error is kept."""
+        """Load one bucket; keep an error in `sync.failure`."""
         sync = self._sync
-        if sync is None:  # verl came here by another way than update_weights_from_ipc
+        if sync is None:  # the call does not come from update_weights_from_ipc
             return super()._update_weights(weights, peft_config=peft_config, base_sync_done=base_sync_done)
         if sync.failure is not None:
             return None
@@ -118,7 +118,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
             sync.failure = self._failure(sync.loading, error)
 
     def _failure(self, doing: str, error: Exception) -> WeightSyncError:
-        """Return an error without its frames: they hold views of the transfer buffer, and the sender waits for them."""
+        """Return an error without its frames: they hold views of the transfer buffer, for which the sender waits."""
         logger.error("weight sync %d: %s failed\n%s", self._sync_index, doing, traceback.format_exc())
         words = f"Weight sync {self._sync_index} did not take: {doing}: {error!r}. {SYNC_HELP}"
         return error.with_traceback(None) if isinstance(error, WeightSyncError) else WeightSyncError(words)
@@ -156,19 +156,19 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         return lost + manifest.rounded_on_the_way(sync.received, dtype)
 
     def _encoder_outputs(self) -> dict[str, Tensor]:
-        """Return vLLM's cache of what encoders made of images and audio; its newer runner keeps it in an object."""
+        """Return vLLM's cache of encoder outputs (images, audio); newer runners keep the cache in an object."""
         cache = getattr(self.model_runner, "encoder_cache", None)
         return getattr(cache, "encoder_outputs", cache) or {}
 
     def _old_encoder_outputs(self) -> list[str]:
-        """Name encoder outputs that the weights before the latest sync made, and that are served still (verl#6523)."""
+        """Return the problems of encoder outputs from before the latest sync that are still in use (verl#6523)."""
         then = {key: output() for key, output in self._encoded.items()}
         old = [key for key, one in self._encoder_outputs().items() if then.get(key) is one]
         came = f"weight sync {self._sync_index - 1}"
         return [f"encoder output {key}: from before {came}, used after it: caches were not reset" for key in old]
 
     def _delivery_problems(self) -> list[str]:
-        """Ask whether an adapter comes at all, where vLLM is there to serve one (verl#7495)."""
+        """Return a problem if vLLM is to serve an adapter, but receives none (verl#7495)."""
         if self.model_runner.vllm_config.lora_config is None or self._without_adapter < 2:
             return []
         return [
@@ -178,7 +178,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         ]
 
     def _adapter_problems(self, sync: Sync, peft_config: dict) -> list[str]:
-        """Ask whether vLLM computes with the adapter; else it would serve the base model, and say nothing."""
+        """Return a problem if vLLM does not compute with the adapter: it would silently serve the base model."""
         sync.report.unverified_layers = layers = len({name.partition(".lora_")[0] for name in sync.received})
         number = verl_vllm.VLLM_LORA_INT_ID
         if number not in self.list_loras():
@@ -207,7 +207,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
             if record is None:
                 sync.report.unverified_layers += not sync.on_cpu and not comparable(layer)
                 continue
-            if record.empty and name not in tied:  # whether something was due is asked by name
+            if record.empty and name not in tied:  # `coverage_problems` checks what was due, by name
                 sync.report.unverified_layers += 1
                 continue
             try:
@@ -223,7 +223,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         return problems
 
     def _is_quantised(self) -> bool:
-        """Return whether the rollout stores other weights than it is sent, so that only arrival can be compared."""
+        """Return whether the rollout stores other weights than it is sent, so that only arrival can be checked."""
         if not (self._is_qat_model or self._is_modelopt_qat or is_quantized_model(self.model_runner.vllm_config)):
             return False
         if self._sync_index == 0:
@@ -232,6 +232,6 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
 
 
 def _whole(layer: Any, weights: Any) -> bool:
-    """Return whether vLLM keeps a layer's adapter as it came: no experts, no rank's part, no tensor split in slices."""
+    """Return whether vLLM keeps a layer's adapter as it was sent: no experts, not split over ranks or into slices."""
     tensors = len(weights.lora_a) if isinstance(weights.lora_a, list) else 1
     return isinstance(layer.lora_a_stacked, tuple) and layer.tp_size == 1 and tensors == layer.n_slices
