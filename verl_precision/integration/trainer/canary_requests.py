@@ -1,4 +1,4 @@
-"""The trainer callback with the canary: it asks every rollout replica after a weight sync, then the trainer's engine.
+"""The trainer callback of the canary: after a weight sync every rollout replica scores it, then the trainer's engine.
 
 The replicas answer while they sample the next step. When sampling has ended, the trainer scores the same tokens with
 the weights that it sent, and compares before its next update, so a wrong rollout costs no update.
@@ -38,15 +38,15 @@ class TrainerCanary:
     """The canary of one run."""
 
     def __init__(self, trainer: Any) -> None:
-        """Read from a trainer's config what the two engines compute in."""
+        """Read the compute dtypes of both engines from the trainer's config."""
         self._trainer, config = trainer, trainer.config
         self.settings = settings = canary_settings(config)
         dtypes = _dtype(engines(config)[0].compute), _dtype(rollout_dtype(config))
         grids = tuple(verl_config.quantisations(config).values())
         self._judge = CanaryJudge(*dtypes, tf32=config.trainer.device == "cuda", grids=grids)
         self._rounded_to = _coarser(config, *dtypes)
-        # Where vLLM serves LoRA adapters it gives no prompt log-probs (on a CPU its engine dies of the request). There
-        # replicas continue the first half of each sequence greedily, and the trainer scores what they wrote.
+        # With LoRA adapters vLLM returns no prompt log-probs (on a CPU the request ends its engine). There the replicas
+        # continue the first half of each sequence greedily, and the trainer scores the continuation.
         self._continued = settings.tokens // 2 if verl_config.uses_adapter(config) else 0
         self._tokens = torch.empty(0, 0)
         self._asked: dict[int, list[Any]] = {}  # replica -> futures of its answers, one a sequence
@@ -65,12 +65,12 @@ class TrainerCanary:
         self._ask_synced()
 
     def on_step_end(self, proceed):
-        """Ask after the sync."""
+        """Send requests after the weight sync."""
         proceed()
         self._ask_synced()
 
     def on_sample_end(self, proceed, *args, **kwargs):
-        """Take the answers before replicas sleep, and judge before the trainer learns from the sample."""
+        """Collect the answers before replicas sleep, and judge them before the trainer learns from the sample."""
         self.collect()
         proceed(*args, **kwargs)
         self._metrics |= self.judge(self._trainer.actor_rollout_wg)
@@ -78,17 +78,17 @@ class TrainerCanary:
     def _compute_metrics(self, proceed, batch, metrics, *args, **kwargs):
         proceed(batch, metrics, *args, **kwargs)
         found, self._metrics = self._metrics, {}
-        seconds = "weight_sync/seconds"  # the guard has some, too
+        seconds = "weight_sync/seconds"  # the guard reports seconds too
         metrics.update({**found, seconds: metrics.get(seconds, 0.0) + found.get(seconds, 0.0)})
 
     def _ask_synced(self) -> None:
-        """Ask the replicas that each step's sync reaches; separate_async has its own beside the colocated ones."""
+        """Send requests to the replicas that each step's sync reaches: in separate_async the standalone ones."""
         trainer = self._trainer
         manager = getattr(trainer, "standalone_checkpoint_manager", trainer.checkpoint_manager)
         self.ask(manager.replicas, trainer.tokenizer)
 
     def ask(self, replicas: Sequence[Any], tokenizer: Any) -> None:
-        """Ask every one of verl's rollout replicas to score the canary, if this sync is due, and wait for no answer."""
+        """Send the canary to each of verl's rollout replicas if this sync is due; do not wait for answers."""
         due = self._works and self._syncs % self.settings.every_n_syncs == 0
         self._syncs += 1
         self._asked = {}
@@ -97,7 +97,7 @@ class TrainerCanary:
         if not self._tokens.numel():
             special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
             self._tokens = canary_tokens(len(tokenizer), special, self.settings.sequences, self.settings.tokens)
-        # A prompt of its own, asked once a sync: if a part of it comes from a cache, that was filled before the sync.
+        # A second prompt, sent once a sync: if a part of it comes from a cache, the cache was filled before the sync.
         once = {"prompt_ids": self._tokens[0].flip(0).tolist(), "sampling_params": {"max_tokens": 1}}
         sampling: dict[str, Any] = {"prompt_logprobs": 0, "max_tokens": 1, "temperature": 1.0}
         if self._continued:
@@ -130,9 +130,9 @@ class TrainerCanary:
         self._seconds = time.perf_counter() - start
 
     def judge(self, workers: Any) -> dict[str, float]:
-        """Score the same tokens with the weights of verl's actor workers, still those that were sent, and compare.
+        """Score the same tokens in verl's actor workers, which still have the weights that were sent, and compare.
 
-        Returns metrics, empty if no replica was asked; with `action=stop` a `WeightSyncError` is raised on proof.
+        Returns metrics, empty without a request; with `action=stop` a proven fault raises a `WeightSyncError`.
         """
         outputs, self._outputs = self._outputs, {}
         problems, self._problems = self._problems, []
@@ -147,7 +147,7 @@ class TrainerCanary:
                     return self._give_up(f"replica {rank} returned no log-probs for the canary")
             try:
                 trainer = self._trainer_log_probs(workers, tokens)
-            except Exception as error:  # says nothing of the rollout, and the run can go on without a canary
+            except Exception as error:  # no fault of the rollout: the run goes on without a canary
                 return self._give_up(f"the trainer could not score it ({type(error).__name__}: {error})")
             verdict = self._judge.judge(trainer, served)
             metrics = verdict.metrics()
@@ -160,7 +160,7 @@ class TrainerCanary:
         return {**metrics, "weight_sync/seconds": self._seconds + time.perf_counter() - start}
 
     def _scored(self, answers: list[Any]) -> tuple[Tensor, Any]:
-        """Return the sequences as a replica scored them, and log μ of their last tokens; None if it gave none."""
+        """Return the sequences as a replica scored them, and log μ of their last tokens; None if it returned none."""
         if self._continued:
             written = torch.tensor([answer.token_ids for answer in answers])
             tokens = torch.cat([self._tokens[:, : -self._continued], written], dim=1)
@@ -172,7 +172,7 @@ class TrainerCanary:
         return tokens, torch.tensor(log_probs) if all(log_probs) else None
 
     def _trainer_log_probs(self, workers: Any, tokens: dict[int, Tensor]) -> dict[int, Tensor]:
-        if not self._continued:  # the same tokens for all
+        if not self._continued:  # all replicas score the same tokens
             return dict.fromkeys(tokens, _log_probs(workers, self._tokens, self._rounded_to))
         written = _log_probs(workers, torch.cat(list(tokens.values())), self._rounded_to)[:, -self._continued :]
         return dict(zip(tokens, written.split(self.settings.sequences), strict=True))
@@ -184,11 +184,11 @@ class TrainerCanary:
 
 
 def _dtype(name: str) -> torch.dtype:
-    return torch_dtype(name if short(name) in DTYPES else "bf16")  # auto: the coarser of the two that are expected
+    return torch_dtype(name if short(name) in DTYPES else "bf16")  # auto: the coarser of the two expected dtypes
 
 
 def _coarser(config: DictConfig, train: torch.dtype, rollout: torch.dtype) -> str | None:
-    """Return the rollout's dtype if it misses part of the trainer's weights; an adapter rounds after its product."""
+    """Return the rollout's dtype if it is coarser than the trainer's; None for LoRA, which rounds after its product."""
     finer = torch.finfo(train).eps < torch.finfo(rollout).eps
     is_rounded = finer and engines(config)[0].our_fsdp and not lora_rank(config)
     return str(rollout).removeprefix("torch.") if is_rounded else None
@@ -197,7 +197,7 @@ def _coarser(config: DictConfig, train: torch.dtype, rollout: torch.dtype) -> st
 def _log_probs(workers: Any, tokens: Tensor, rounded_to: str | None) -> Tensor:
     """Return log π of all tokens but the first, float32 [S, T - 1], perhaps with weights in the rollout's dtype.
 
-    verl splits a batch evenly over its ranks, so sequences are repeated until every rank has as many.
+    verl splits a batch evenly over its ranks, so sequences are repeated until every rank has the same number.
     """
     sequences, length = tokens.shape
     per_rank = -(-sequences // workers.world_size)

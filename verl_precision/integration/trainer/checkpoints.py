@@ -3,9 +3,9 @@
 verl resumes from the checkpoint in `latest_checkpointed_iteration.txt`. A killed run leaves this file empty or old. If
 it is missing, or names a missing folder, verl begins from scratch. verl never removes checkpoints of earlier starts.
 
-A checkpoint is complete where verl has written all of it: for each role (actor, critic) a file of each rank for each
-content that is loaded, then `data.pt`. All are ZIP archives of `torch.save`, whose directory stands at the end: half a
-file has none. In asynchronous modes the prompts under way follow in `transfer_queue`, which appears whole.
+A checkpoint is complete when verl has written all of it: for each role (actor, critic) a file of each rank for each
+content that is loaded, then `data.pt`. Each file is a ZIP archive of `torch.save`, with a directory at its end: half a
+file has none. In asynchronous modes the folder `transfer_queue`, with the prompts under way, follows; it appears whole.
 A checkpoint whose folder has a file `KEEP` is not deleted.
 """
 
@@ -43,7 +43,7 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
 
 
 def keep_checkpoint_before(step: int, folder: Path) -> None:
-    """Mark a folder's newest checkpoint before the step with which trouble began; if all are later, the oldest."""
+    """Mark a folder's newest checkpoint before a step; if all checkpoints are later, mark the oldest."""
     if not (found := checkpoints_in(folder)):
         return
     checkpoint = found[max((number for number in found if number < step), default=min(found))]
@@ -54,13 +54,13 @@ def keep_checkpoint_before(step: int, folder: Path) -> None:
 
 
 def is_complete(checkpoint: Path, contents: Iterable[str] = tuple(_FILES), roles: Iterable[str] = ("actor",)) -> bool:
-    """Return whether verl has written all of a checkpoint of its FSDP engines, and removed nothing of it."""
+    """Return whether verl has written all of a checkpoint of its FSDP engines, and has removed no part."""
     wanted = {_FILES[content] for content in contents if content in _FILES}
     return zipfile.is_zipfile(checkpoint / LAST_FILE) and all(wanted <= _whole(checkpoint / role) for role in roles)
 
 
 def _whole(folder: Path) -> set[str]:
-    """Return the contents of which a role's folder has a readable file of every rank."""
+    """Return the contents for which a role's folder has a readable file of every rank."""
     ranks = defaultdict(set)
     for file in folder.glob("*_rank_*.pt"):
         if (name := _SHARD.match(file.name)) and zipfile.is_zipfile(file):
@@ -71,8 +71,8 @@ def _whole(folder: Path) -> set[str]:
 def mend_tracker(config: DictConfig) -> None:
     """If verl's tracker names no complete checkpoint, make verl resume from the newest complete one, and log it.
 
-    Without tracker and complete checkpoint, a run begins from scratch, and this says beside which; with a tracker alone
-    it is refused. Runs that do not resume by it, or have other engines than FSDP, are left alone.
+    Without a tracker and a complete checkpoint, a run begins from scratch, with a warning about incomplete ones. With a
+    tracker alone the run is refused. A run that does not resume by the tracker, or has no FSDP engine, is not changed.
     """
     actor, folder = config.actor_rollout_ref.actor, Path(config.trainer.default_local_dir)
     if config.trainer.resume_mode != "auto" or actor.strategy not in FSDP:
@@ -84,7 +84,7 @@ def mend_tracker(config: DictConfig) -> None:
     complete = [step for step, path in found.items() if is_complete(path, actor.checkpoint.load_contents, roles)]
     if said and said in map(str, complete):
         return
-    if config.trainer.v1.trainer_mode not in ("sync", "vp_sync"):  # verl says nothing where it finds no queue
+    if config.trainer.v1.trainer_mode not in ("sync", "vp_sync"):  # verl does not report a missing queue
         complete = [step for step in complete if (found[step] / QUEUE).is_dir()]
     half = ", ".join(path.name for step, path in found.items() if step not in complete) or "none"
     if complete:
@@ -108,8 +108,8 @@ def mend_tracker(config: DictConfig) -> None:
 def adopt_earlier(checkpoint_manager: Any, local_path: str, keep: int | None) -> None:
     """Add the checkpoints of earlier starts to verl's checkpoint manager, which removes them in its usual order.
 
-    Incomplete ones go first; those with a file `KEEP` stay. The newest complete one, from which a run would go on,
-    outlives the saving of the next: with `keep=1` verl removes what it remembers as soon as the new shards are there.
+    Incomplete ones go first; those with a file `KEEP` stay. With `keep=1` verl removes the checkpoints that it knows as
+    soon as the new shards exist. So the newest complete one, from which a run would resume, is not added then.
     """
     new = Path(local_path).absolute()
     if not keep or not (name := STEP.match(new.parent.name)):

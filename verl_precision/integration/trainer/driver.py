@@ -31,11 +31,11 @@ class Driver:
             config.trainer.v1.trainer_mode = measured
 
     def begin(self, config: DictConfig) -> None:
-        """Own the run's folder, name the weight sockets, and hear signals."""
+        """Lock the run's folder, name the weight sockets, and receive signals."""
         claim_folder(config)
         mend_tracker(config)
         choose_name()
-        if str(config.trainer.v1.trainer_mode).startswith(PREFIX):  # the trainers that answer
+        if str(config.trainer.v1.trainer_mode).startswith(PREFIX):  # only these trainers read requests
             self._requests = SignalRequests(Path(config.trainer.default_local_dir), saves(config))
             self._requests.listen()
 
@@ -54,7 +54,7 @@ class Driver:
 
 
 def follow_platform(config: DictConfig) -> None:
-    """Make verl's platform in this process the config's: it was chosen before any config existed."""
+    """Set this process's platform by the config: verl chose one before any config existed."""
     if config.trainer.device != "cpu":
         return
     from verl.plugin.platform import get_platform, set_platform

@@ -2,7 +2,7 @@
 
 `ppo_loss` forces MEAN on everything a policy loss returns, and the reduction over ranks is a class method of `Metric`
 that no subclass can change. Both are wrapped: micro-batches, ranks and mini-batches of a `MergedMetric` are merged
-before a number is made of them. `run_monitor.py` takes statistics instead of numbers (`statistics_kept`).
+before a number is computed. `run_monitor.py` takes statistics instead of numbers (`statistics_kept`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,15 +20,15 @@ _kept: ContextVar[bool] = ContextVar("kept", default=False)
 
 
 def statistics_kept() -> AbstractContextManager[None]:
-    """Return a block in which verl's reduction leaves a statistic one, to be merged with those of other updates."""
+    """Return a context in which verl's reduction returns statistics, which can be merged with other updates'."""
     return set_within(_kept, True)
 
 
 class MergedMetric(Metric):
-    """What micro-batches report under one key; it is merged before anything is computed from it.
+    """The reports of micro-batches under one key; they are merged before anything is computed from them.
 
     A `Statistic`, of a loss, becomes a number in the driver, once the mini-batches of an update are merged. A set of
-    statistics, of the mismatch, stays one until the driver takes it out: many metrics are made of it there.
+    statistics, of the mismatch, stays a set until the driver takes it and computes many metrics from it.
     """
 
     def __init__(self, pieces: Iterable[Mergeable] = ()) -> None:
@@ -36,7 +36,7 @@ class MergedMetric(Metric):
         self.values: list[Mergeable] = list(pieces)
 
     def append(self, value: "Mergeable | MergedMetric") -> None:
-        """Add one micro-batch, or those of another metric."""
+        """Add the report of one micro-batch, or those of another metric."""
         self.values.extend(value.values if isinstance(value, MergedMetric) else [value])
 
     def aggregate(self) -> float | Mergeable:
@@ -50,12 +50,12 @@ class MergedMetric(Metric):
         return MergedMetric([whole])
 
     def init_list(self) -> "MergedMetric":
-        """Return an empty metric of the same sort."""
+        """Return an empty metric of this type."""
         return MergedMetric()
 
 
 def metrics_of_loss(statistics: Mapping[str, Statistic]) -> dict[str, MergedMetric]:
-    """Return what a loss reports as metrics for verl: on the CPU, because they travel between processes."""
+    """Return a loss's statistics as metrics for verl, on the CPU, because they are sent between processes."""
     return {name: MergedMetric([piece.on_cpu()]) for name, piece in statistics.items()}
 
 

@@ -1,7 +1,7 @@
 """One metrics file for all starts of a run.
 
 verl empties the file of `trainer.logger=[file]` at each start. Under the trainers of `trainers.py` it is one series:
-rows up to the checkpoint stay, and later ones, of steps that are done again, move to `<file>.superseded`.
+rows up to the checkpoint stay, and rows of later steps, which are repeated, move to `<file>.superseded`.
 """
 
 import json
@@ -15,12 +15,12 @@ from typing import Any
 from verl_precision.base.files import write_file
 from verl_precision.integration.ledger import set_within, wrapping
 
-# The step of the checkpoint that the run goes on from; None: verl's own behaviour. verl opens the file deep in `fit`.
+# The step of the checkpoint that the run resumes from; None: verl's own behaviour. verl opens the file deep in `fit`.
 _resumed_at: ContextVar[int | None] = ContextVar("resumed_at", default=None)
 
 
 def series_goes_on(step: int) -> AbstractContextManager[None]:
-    """Return a block in which a metrics file that is opened keeps its rows up to the checkpoint's step (0: none)."""
+    """Return a context in which an opened metrics file keeps its rows up to the checkpoint's step (0: none)."""
     return set_within(_resumed_at, step)
 
 
@@ -56,7 +56,7 @@ def metrics_path(project_name: str, experiment_name: str) -> Path:
 
 
 def _rows(path: Path) -> list[tuple[float, bytes]]:
-    """Return step and line of each row; a line that is no row, as a killed run may leave one, comes last of all."""
+    """Return step and line of each row; a broken line, as a killed run may leave it, has the step infinity."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     return [(_step(line), line + b"\n") for line in lines]
 

@@ -1,7 +1,7 @@
 """A run that repeats bit for bit: prompts are named by their place, and the seed of a request comes from that name.
 
-verl names prompts at random and orders a batch as responses arrive. Names here are made of the step and of the place in
-it, and batches are sorted by them: the preset `repeatable=bitwise` chooses `SortedReplayBuffer` as the run's sampler.
+verl names prompts at random and orders a batch as responses arrive. Here a name consists of the step and the place in
+it, and batches are sorted by name: the preset `repeatable=bitwise` chooses `SortedReplayBuffer` as the run's sampler.
 The agent loop seeds each request by its prompt's name (`rollout.custom.seeded`). See docs/options.md.
 """
 
@@ -15,7 +15,7 @@ from verl_precision.integration.ledger import require_feature
 
 
 def name_prompts(trainer: Any) -> None:
-    """Have verl name the prompts of this process's trainer, of which it has one, by step and place."""
+    """Make verl name the prompts of a trainer, the only one in its process, by step and place."""
     from verl.trainer.ppo.v1 import trainer_base
 
     require_feature("repeatable")
@@ -41,6 +41,6 @@ class SortedReplayBuffer(ReplayBuffer):
 
 
 def _place(key: str) -> tuple[str | int, ...]:
-    """Return the parts of verl's key `{uid}_{session}_{output}`, in an order of numbers."""
+    """Return the parts of verl's key `{uid}_{session}_{output}`, with numbers that sort as numbers."""
     uid, *rest = key.split("_")
     return uid, *map(int, rest)

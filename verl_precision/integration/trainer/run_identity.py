@@ -2,8 +2,8 @@
 
 verl resumes from whatever lies in `trainer.default_local_dir`: a run with a changed learning rate goes on from the old
 one's checkpoint. Where a recipe's name is `${verl_precision.run_name:}`, the name gets a digest of the settings, so
-that a changed command starts in a new folder. A folder of another run is refused, with the differing settings, and so
-is one that another process owns (`base/owner.py`).
+that a changed command starts in a new folder. A folder of another run is refused, with the differing settings. A folder
+that another process owns is refused too (`base/owner.py`).
 
 Only the driver can know this: verl changes its config after the start, and Ray's workers resolve it again.
 """
@@ -33,16 +33,16 @@ logger = logging.getLogger("verl_precision")
 
 
 def name_the_run(config: DictConfig) -> None:
-    """Put a digest of the settings behind the name, where the name is this package's; before anybody changes them."""
+    """Append a digest of the settings to the run's name if this package makes the name; before a setting is changed."""
     if RUN_NAME_RESOLVER in str(OmegaConf.to_container(config.trainer)["experiment_name"]):
         config.trainer.experiment_name += f"-{RunSettings.from_config(config).digest}"
 
 
 def claim_folder(config: DictConfig) -> None:
-    """Own the run's folder until this process ends, and write down whose it is; leave all as it was where that fails.
+    """Lock the run's folder until this process ends, and write the run's settings into it; on failure change nothing.
 
-    A run that saves nothing has no such folder. It owns its metrics file, which a second start would empty: the lock is
-    in the folder beside that file, of the same name (of `recipes/launch/run.sh`, the folder of the checkpoints).
+    A run that saves nothing has no such folder. It locks its metrics file, which a second start would empty. The lock
+    is in a folder of the same name beside that file (with `recipes/launch/run.sh`, the folder of the checkpoints).
     """
     folder, run = Path(config.trainer.default_local_dir), RunSettings.from_config(config)
     known, on_alarm = _require_same(config, folder, run), OmegaConf.select(config, "mismatch.alarm.on_alarm")
@@ -55,13 +55,13 @@ def claim_folder(config: DictConfig) -> None:
     if known is None and _may_be_a_later_start() and not (folder / RESCUE_FILE).exists():
         _require_first_start(folder, run)
     _own(folder, _FOLDER, str(folder))
-    if _require_same(config, folder, run) is None:  # a start of the same moment may have been first
+    if _require_same(config, folder, run) is None:  # another start at this moment may have been first
         logger.info("a new run, in %s", folder)
         write_file(folder / RUN_FILE, yaml.safe_dump(run.as_record(), sort_keys=False))
 
 
 def _require_same(config: DictConfig, folder: Path, run: RunSettings) -> RunSettings | None:
-    """Return the run that a folder belongs to, if to any; refuse another one than this."""
+    """Return the run that a folder belongs to, or None; refuse a folder of another run."""
     known = run_in(folder)
     if known is not None and (changed := differences(known, run)):
         words = filled(_WORDS["other settings"], changed=changed, name=config.trainer.experiment_name, folder=folder)
@@ -70,7 +70,7 @@ def _require_same(config: DictConfig, folder: Path, run: RunSettings) -> RunSett
 
 
 def run_in(folder: Path) -> RunSettings | None:
-    """Return the run that a folder belongs to, or None where it says nothing."""
+    """Return the run that a folder belongs to, or None if it has no record."""
     return read_state(folder / RUN_FILE, RunSettings.from_record, _WORDS["unreadable"])
 
 
@@ -80,7 +80,7 @@ def _may_be_a_later_start() -> bool:
 
 
 def _require_first_start(folder: Path, run: RunSettings) -> None:
-    """Refuse a new folder to a job that was queued again, where an earlier start of it has one beside it."""
+    """Refuse a new folder for a job that was queued again, if the job's earlier start has a folder beside it."""
     job = owner.this_job()
     for place in sorted(path.parent for path in folder.parent.glob(f"*/{RUN_FILE}")):
         if job in {each.job for each in owner.owners(place)} and (known := run_in(place)) is not None:
@@ -90,7 +90,7 @@ def _require_first_start(folder: Path, run: RunSettings) -> None:
 
 
 def _own(folder: Path, setting: str, value: str) -> None:
-    """Own a folder; an earlier start of this job may still be written down where its host was lost."""
+    """Lock a folder; wait if an earlier start of this job, whose host was lost, still holds the lock."""
     holder = owner.take(folder)
     if holder is None or owner.owned_here(folder):
         return

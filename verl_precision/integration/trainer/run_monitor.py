@@ -38,7 +38,7 @@ from verl_precision.mismatch.packing import flattened
 from verl_precision.mismatch.settings import MismatchSettings
 
 ALARM_FILE, STEP_METRICS = "mismatch_alarm.json", "step_metrics.json"
-# Of these metrics that the worker reports about an update of the actor, verl's prefix is taken off.
+# The worker reports metrics with these prefixes; verl puts `actor/` before them, which is removed here.
 METRIC_PREFIXES = ("mismatch/", "phantom/", "precision/", "weight_sync/")
 
 logger = logging.getLogger("verl_precision.mismatch")
@@ -48,7 +48,7 @@ class RunMonitor:
     """Measures, updates the alarm and saves its state for one run; statistics become numbers at the end of a step."""
 
     def __init__(self, trainer: Any) -> None:
-        """Read from a trainer's config what decides where to measure, and what."""
+        """Read from a trainer's config what to measure, and where."""
         self._trainer, self._config = trainer, (config := trainer.config)
         self.settings = settings = MismatchSettings.from_config(config)
         correction = OmegaConf.select(config, "algorithm.rollout_correction") or {}
@@ -69,9 +69,9 @@ class RunMonitor:
             keep=settings.keep_tokens,
         )
         self.alarm = MismatchAlarm(settings.alarm, _in_use(config, ratio, correction))
-        self.first_alarm_step: int | None = None  # first step of the evidence of the alarms that the last step raised
+        self.first_alarm_step: int | None = None  # first step of evidence of the latest step's alarms
         self.candidates = Candidates(settings.keep_tokens)  # responses of the step whose tokens may be kept
-        self.masks: dict[str, Tensor] = {}  # by verl's key of a response, its mask before verl's rejection
+        self.masks: dict[str, Tensor] = {}  # verl's key of a response -> its mask before verl's rejection
         self._mask: Any = None
         self._sets: dict[str, Any] = {}
         self._losses: dict[str, Statistic] = {}
@@ -100,7 +100,7 @@ class RunMonitor:
             raise stop
 
     def remember_mask(self, batch: Any) -> None:
-        """Keep the mask as it is before verl's rejection (`rollout_rs`), which hides what it rejects from the mask."""
+        """Keep the mask from before verl's rejection (`rollout_rs`), which removes rejected tokens from the mask."""
         correction = OmegaConf.select(self._config, "algorithm.rollout_correction") or {}
         if correction.get("rollout_rs") and not correction.get("bypass_mode"):
             with self.guarded():
@@ -109,7 +109,7 @@ class RunMonitor:
                     self.masks |= dict(zip(real_rows(batch)[0], self._mask.bool().unbind(), strict=True))
 
     def measure_in_driver(self, batch: Any, step: int) -> None:
-        """Measure what verl has computed already, if it has; responses of the version before `step` are current."""
+        """Measure if verl has computed the log-probs already; responses of the version before `step` are current."""
         if self._mask is not None:
             with self.guarded():
                 self._count_rejected(*fetch(batch, "response_mask"))
@@ -131,13 +131,13 @@ class RunMonitor:
                 lots = [lot_of(step, key) for key in keys]
                 self.candidates = self.candidates.merge(Candidates.of_batch(keep, lots, flat))
             if not self.shadowed:
-                # The old log-probs are the trainer's own: their rounding cancels in the ratio, and cannot clip.
+                # The old log-probs are the trainer's own: their rounding cancels in the ratio, and clips no token.
                 self._add(PHANTOM, beta_of_current_version(flat, behind, None))
 
     def _count_rejected(self, left: Any) -> None:
-        """Count what verl's rejection has taken out of the mask: the loss sees neither the tokens nor the responses."""
+        """Count the tokens and responses that verl's rejection has removed from the mask, and so from the loss."""
         rows = [(before.bool(), after.bool()) for before, after in zip(self._mask.unbind(), left.unbind(), strict=True)]
-        # [4]: responses and tokens before, and of both those that are left
+        # [4]: responses before and after, tokens before and after
         counts = torch.tensor([[a.any(), b.any(), a.sum(), b.sum()] for a, b in rows], dtype=torch.float64).sum(dim=0)
         found = {
             names.REJECTED_RESPONSES: Count(counts[0] - counts[1]),
@@ -147,7 +147,7 @@ class RunMonitor:
         self._losses = merge_by_name([self._losses, found])
 
     def ask_the_worker(self, batch: Any, step: int, updates: int) -> None:
-        """Have the next update measured where the driver cannot; after other `updates` no response is current."""
+        """Request a measurement of the next update if needed; after other `updates` no response is current."""
         if not (self.in_worker or self.shadowed):
             return
         batch.extra_info[measurement.REQUEST] = self.request
@@ -174,7 +174,7 @@ class RunMonitor:
         self._losses = merge_by_name([self._losses, {key: metrics.pop(key) for key in found}])
 
     def add_metrics(self, metrics: MutableMapping[str, Any]) -> None:
-        """Add what all updates of a step have measured to its metrics; what is undefined on them is absent."""
+        """Add the measurements of all updates of a step to its metrics, without undefined ones."""
         numbers = {key: statistic.value() for key, statistic in self._losses.items()}
         failed = self._failures + int(numbers.pop(names.ACTOR + measurement.FAILED, 0))
         metrics.update({key: value for key, value in numbers.items() if not math.isnan(value)})
@@ -184,7 +184,7 @@ class RunMonitor:
         self._sets, self._losses, self._failures = {}, {}, 0
 
     def take_candidates(self) -> tuple[Candidates, dict[str, Tensor]]:
-        """Return the step's candidates, and the masks of its responses; both begin anew."""
+        """Return the step's candidates, and the masks of its responses; reset both."""
         found, self.candidates, self.masks = (self.candidates, self.masks), Candidates(self.settings.keep_tokens), {}
         return found
 
@@ -226,7 +226,7 @@ class RunMonitor:
         start = time.perf_counter()
         try:
             yield
-        except Exception:  # somebody's run is under way, and does not need these numbers
+        except Exception:  # a failed measurement must not end a user's run
             self._failures += 1
             logger.exception("the mismatch of this step could not be measured; training continues with the next step")
         finally:
@@ -234,7 +234,7 @@ class RunMonitor:
 
 
 def _in_use(config: DictConfig, ratio: Ratio | None, correction: Mapping[str, Any]) -> frozenset[str]:
-    """Return the remedies against alarms that a config has already."""
+    """Return the remedies for alarms that a config already uses."""
     by_loss = ratio is not None and ratio.level == "sequence" and not ratio.clip
     return remedies_in_use(
         engines(config)[0].compute,
@@ -245,7 +245,7 @@ def _in_use(config: DictConfig, ratio: Ratio | None, correction: Mapping[str, An
 
 
 def _versions_behind(tags: list[dict[str, Any]], step: int) -> list[int]:
-    """Return how many versions of the weights each response is behind; its first tokens decide."""
+    """Return how many versions of the weights each response is behind, by its first tokens."""
     return [max(step - 1 - tag["min_global_steps"], 0) for tag in tags]
 
 
@@ -256,13 +256,13 @@ def real_rows(batch: Any) -> tuple[list[str], list[dict[str, Any]]]:
 
 
 def fetch(batch: Any, *fields: str) -> list[Any]:
-    """Return fields of a batch, nested: padded, a batch of long responses would take gigabytes in the driver."""
+    """Return fields of a batch as nested tensors: padded, long responses would take gigabytes in the driver."""
     rows = fetch_rows(real_rows(batch)[0], batch.partition_id, *fields)
     return [torch.nested.as_nested_tensor(rows[name], layout=torch.jagged) for name in fields]
 
 
 def fetch_rows(keys: list[str], partition: str, *fields: str) -> dict[str, list[Tensor]]:
-    """Return fields, name -> one tensor for each key."""
+    """Return a dictionary: name of a field -> one tensor for each key."""
     import transfer_queue as tq
 
     data = tq.kv_batch_get(keys=keys, partition_id=partition, select_fields=list(fields))
@@ -270,7 +270,7 @@ def fetch_rows(keys: list[str], partition: str, *fields: str) -> dict[str, list[
 
 
 def put(batch: Any, field: str, values: Tensor) -> None:
-    """Give the workers one more field of a batch."""
+    """Add a field to a batch, for the workers."""
     import transfer_queue as tq
 
     fields = TensorDict({field: values}, batch_size=len(values))

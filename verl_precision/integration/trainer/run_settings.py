@@ -1,7 +1,7 @@
 """The settings and file contents that identify a run.
 
-Two runs are the same where each setting that both know is equal, and one that only one of them knows has its default:
-verl may get new settings between two starts. A default is that of verl's own `ppo_trainer`, else null.
+Two runs are the same if each setting that both have is equal, and each setting that only one has is at its default:
+verl may get new settings between two starts. The default is that of verl's `ppo_trainer`, or null if it has none.
 """
 
 import copy
@@ -37,15 +37,15 @@ class RunSettings:
     """The settings of a run, from its config or from its folder's record."""
 
     settings: dict[str, Any]  # every setting that counts, resolved, by its full name
-    chosen: list[str]  # those that have not their default
-    content: dict[str, str]  # digest of the files that a setting names, where they are on this machine
-    replaced_by_presets: Any = None  # the words of the command that presets have replaced, for people: presets=win
-    # Of what is chosen, for the folder's name. Written last: where a record was cut short, it is missing or no digest.
+    chosen: list[str]  # the settings that are not at their default
+    content: dict[str, str]  # setting -> digest of the files that it names, if they are here
+    replaced_by_presets: Any = None  # words that presets=win has replaced, for a reader
+    # Of the chosen settings, for the folder's name. Written last: in a record that was cut short it is invalid.
     digest: str = pydantic.Field(pattern=r"^[0-9a-f]{8}$")
 
     @classmethod
     def from_config(cls, config: DictConfig) -> "RunSettings":
-        """Return the settings that make a run; a `ConfigurationError` if files that it names cannot be read."""
+        """Return the settings that identify a run; raise `ConfigurationError` if a file of a setting cannot be read."""
         settings = _same_names(_plain(_flat(_parts(config, resolve=True))))
         content = {name: digest for name, value in settings.items() if (digest := _content(name, value)) is not None}
         chosen = {*content, *_chosen(config, settings)}
@@ -61,7 +61,7 @@ class RunSettings:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "RunSettings":
-        """Return the run of a record of `run_identity`."""
+        """Return the settings from a record of `run_identity`."""
         read = cls(**record)
         if lost := {*read.chosen, *read.content} - read.settings.keys():
             raise ValueError(f"this config has no setting {min(lost)}, which the file names")
@@ -73,12 +73,12 @@ class RunSettings:
 
 
 def changed_settings(old: RunSettings, new: RunSettings) -> list[str]:
-    """Return the names of the settings by which a run that is to start is another than a recorded one."""
+    """Return the names of the settings in which a new run differs from a recorded run."""
     return [name for name in sorted({*old.settings, *new.settings}) if not _same(name, old, new)]
 
 
 def differences(old: RunSettings, new: RunSettings) -> str:
-    """Say in which settings, of at most five, the run that is to start is another one; empty where it is the same."""
+    """Return, as text, up to five settings in which a new run differs from a recorded run; empty if none does."""
     changed, most = changed_settings(old, new), 5
     said: list[str] = []
     for name in changed[:most]:
@@ -97,13 +97,13 @@ def _same(name: str, old: RunSettings, new: RunSettings) -> bool:
 
 
 def _same_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with verl's name of the trainer: the one that measures is alike."""
+    """Return settings with verl's name of the trainer: a measuring trainer makes no other run."""
     same = {name: str(settings[name]).removeprefix("vp_") for name in (_TRAINER_MODE,) if name in settings}
     return {**settings, **same}
 
 
 def _parts(config: DictConfig, resolve: bool) -> dict[str, Any]:
-    """Return what decides how a run learns; unresolved, an interpolation is its own text."""
+    """Return the settings that decide how a run learns; unresolved, an interpolation stays text."""
 
     def chosen(node: DictConfig, names: Iterable[str]) -> dict[str, Any]:
         found = {name: node[name] for name in names if name in node}
@@ -130,14 +130,14 @@ def _plain(settings: Any) -> dict[str, Any]:
 
 @functools.cache
 def _defaults_of_verl(engine: str) -> dict[str, Any]:
-    """Return verl's `ppo_trainer` as verl itself has flattened it; a test compares it with what Hydra composes."""
+    """Return `ppo_trainer` from verl's own flattened file; a test compares it with Hydra's composition."""
     file = "_generated_ppo_trainer.yaml" if engine == "dp" else f"_generated_ppo_{engine}_trainer.yaml"
     composed = OmegaConf.create(resources.files("verl.trainer.config").joinpath(file).read_text())
     return _plain(_flat(_parts(composed, resolve=False)))
 
 
 def _chosen(config: DictConfig, settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the settings that have another value than their default has in this config."""
+    """Yield the settings whose value differs from their default in this config."""
     written = dict(_flat(_parts(config, resolve=False)))
     defaults = _same_names(_defaults_of_verl(config.get("model_engine", "dp")))
     probe = copy.deepcopy(config)

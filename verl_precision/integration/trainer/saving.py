@@ -24,8 +24,8 @@ from verl_precision.integration.ledger import lost_symbols
 from verl_precision.integration.trainer.checkpoints import LAST_FILE, QUEUE, keep_checkpoint_before
 from verl_precision.integration.trainer.metrics_file import series_goes_on
 
-SAVE, END, ENDING = ".save_requested", ".end_requested", ".ending"  # the last is the trainer's answer to the second
-EXIT_ASKED_TO_END = 128 + signal.SIGTERM  # exit code of a run that has ended because it was asked to
+SAVE, END, ENDING = ".save_requested", ".end_requested", ".ending"  # the trainer answers END with ENDING
+EXIT_ASKED_TO_END = 128 + signal.SIGTERM  # exit code of a run that has ended on request
 
 logger = logging.getLogger("verl_precision")
 
@@ -57,7 +57,7 @@ def saves(config: DictConfig) -> bool:
 class Saving:
     """The trainer callback that saves, marks checkpoints and ends the run on request; it is the outermost callback.
 
-    verl saves before the alarm has judged the step: its memory is written again then.
+    verl saves before the alarm has judged the step. So the alarm's state is written again after that.
     """
 
     def __init__(self, trainer: Any, now: Callable[[], float] = time.monotonic) -> None:
@@ -69,16 +69,16 @@ class Saving:
         self._saved_at = now()
 
     def fit(self, proceed, *args, **kwargs):
-        """Begin, unless the run was asked to end while verl was loading: nothing was learned yet."""
+        """Train, unless a request to end came while verl was loading: nothing was learned yet."""
         if self._asked_to_end():
             return
         self._saved_at = self._now()
-        with series_goes_on(self._trainer.global_steps):  # of the checkpoint, which is loaded
+        with series_goes_on(self._trainer.global_steps):  # step of the loaded checkpoint
             proceed(*args, **kwargs)
 
     def on_step_end(self, proceed):
-        """Save if it is time, and end if that was asked for; after the last step verl ends by itself."""
-        # At this point verl has saved, if `save_freq` says so.
+        """Save if a checkpoint is due, and end on request; after the last step verl ends by itself."""
+        # At this point verl has saved, if `save_freq` requires it.
         trainer = self._trainer
         last = trainer.global_steps >= trainer.total_training_steps
         ends = not last and self._asked_to_end()
@@ -100,7 +100,7 @@ class Saving:
             keep_checkpoint_before(trainer.monitor.first_alarm_step, self._folder)
         if stop is not None:
             trainer.logger.log(data=metrics, step=trainer.global_steps)
-            if self._saved_step != trainer.global_steps:  # saved twice, verl removes it with keep=1
+            if self._saved_step != trainer.global_steps:  # with keep=1 verl removes a step saved twice
                 if trainer.config.trainer.v1.trainer_mode == "sync":  # vLLM is awake already, and saving needs memory
                     trainer.checkpoint_manager.sleep_replicas()
                 trainer._save_checkpoint()
@@ -116,7 +116,7 @@ class Saving:
         if (checkpoint / QUEUE).is_dir():
             shutil.rmtree(checkpoint / QUEUE)
         proceed()
-        trainer.monitor.save(checkpoint, {})  # the step's metrics come with its end
+        trainer.monitor.save(checkpoint, {})  # the step's metrics follow at its end
         self._saved_at, self._saved_step = self._now(), trainer.global_steps
 
     def _load_checkpoint(self, proceed):
@@ -131,12 +131,12 @@ class Saving:
         return self._folder / f"global_step_{self._trainer.global_steps}"
 
     def _is_due(self, last_step: bool) -> bool:
-        """Return whether it is time for a checkpoint (as it is after the last step), or one was asked for, once."""
+        """Return whether a checkpoint is due by time, by the last step, or by a request, which is removed."""
         by_time = self._seconds > 0 and (last_step or self._now() - self._saved_at >= self._seconds)
         return self._taken(SAVE) or by_time
 
     def _asked_to_end(self) -> bool:
-        """Return whether the run was asked to end, once; the driver will find that it was."""
+        """Return whether a request to end the run exists; replace it by a file for the driver."""
         if asked := self._taken(END):
             (self._folder / ENDING).touch()
         return asked
@@ -150,12 +150,12 @@ class Saving:
 
 
 def end_with_this_step(trainer: Any) -> None:
-    """Have verl's loop end once the step under way is logged: it then is the last one."""
+    """Make the current step the last one of verl's loop, which ends when the step is logged."""
     trainer.total_training_steps = trainer.global_steps
 
 
 class SignalRequests:
-    """Hears the signals of one run's driver, and leaves the requests."""
+    """Receives the signals of one run's driver, and creates the request files."""
 
     def __init__(self, folder: Path, saves: bool) -> None:
         self.folder, self.saves, self._ending = folder, saves, False
@@ -172,7 +172,7 @@ class SignalRequests:
         _post_init_hooks.append(lambda: signal.signal(signal.SIGTERM, self.on_signal))
 
     def on_signal(self, number: int, frame: object = None) -> None:
-        """Leave the request that a signal stands for; or end the run at once."""
+        """Create a signal's request file, or end the run at once."""
         if number == signal.SIGUSR1:
             logger.warning("SIGUSR1: the run saves a checkpoint at the end of the current step")
         elif self._ending or not self.saves:
@@ -188,7 +188,7 @@ class SignalRequests:
             logger.exception("the trainer does not receive signals in %s", self.folder)
 
     def end(self, completed: bool) -> None:
-        """Leave nothing behind; exit with a code of its own if the job is complete because it was asked to end."""
+        """Remove the request files; exit with `EXIT_ASKED_TO_END` if the job is complete because of a request."""
         ended = completed and (self.folder / ENDING).exists()
         self._forget()
         if ended:

@@ -15,7 +15,7 @@ _by_session: ContextVar[bool] = ContextVar("by_session", default=False)
 
 
 def advantages_by_session() -> AbstractContextManager[None]:
-    """Return a block in which `rloo` counts each session once."""
+    """Return a context in which `rloo` counts each session once."""
     return set_within(_by_session, True)
 
 
@@ -32,7 +32,7 @@ def wrap_advantages(wrapped, instance, args, kwargs):
         return wrapped(*args, **kwargs)
     rows = list(final.values())
     chosen = data.select_idxs(rows)
-    chosen.batch["response_mask"] = torch.ones_like(chosen.batch["response_mask"])  # rejected ones have a reward too
+    chosen.batch["response_mask"] = torch.ones_like(chosen.batch["response_mask"])  # rejected rows have a reward too
     chosen = wrapped(chosen, **{**kwargs, "batch_keys": [keys[row] for row in rows]})
     place = {session: number for number, session in enumerate(final)}
     scores = chosen.batch["advantages"][[place[session] for session in sessions], 0]

@@ -1,8 +1,8 @@
 """verl's V1 trainers with callbacks of this package: `vp_sync`, `vp_colocate_async`, `vp_separate_async`.
 
-A callback is one concern of a run: what it measures, saves, asks of the rollout or does about an alarm. It has methods
-of verl's own names, those of `HOOKS` that it takes part in. Each takes what goes on first (`proceed`: the next
-callback, in the innermost verl's method), then verl's arguments. What most runs leave out is found by entry points.
+A callback has one task in a run: measuring, saving, the canary, or the action of an alarm. Its methods have verl's
+names, some of `HOOKS`. The first argument of each is `proceed`, which calls the next callback, or in the innermost one
+verl's method; verl's arguments follow. Callbacks that most runs do not need are found by entry points.
 """
 
 from collections.abc import Callable
@@ -27,12 +27,12 @@ HOOKS = (
     *("_save_checkpoint", "_load_checkpoint"),
 )
 _PROMISED = ("mismatch.keep_tokens", f"{ON_ALARM}:rescue")
-# verl looks every 2 seconds whether all responses are there, which is longer than a tiny model takes to draw them.
+# verl checks every 2 seconds whether all responses are there; a tiny model samples them in less time.
 _POLL_SECONDS_ON_CPU = 0.1
 
 
 def measured_mode(config: DictConfig) -> str | None:
-    """Return the measuring trainer's name for the trainer a config asks for, or None where nothing is to change."""
+    """Return the name of the measuring trainer that replaces a config's trainer, or None if none does."""
     MismatchSettings.from_config(config)
     measured = trainer_to_start(config)
     if measured == str(OmegaConf.select(config, "trainer.v1.trainer_mode")):
@@ -50,7 +50,7 @@ def _require_rollout_log_probs(config: DictConfig) -> None:
 
 
 def callbacks_asked_for(config: DictConfig) -> list[Callable[[Any], object]]:
-    """Return the classes of the callbacks that a config asks for; in a rescue's folder the one that has begun it."""
+    """Return the classes of the callbacks that a config turns on; in a rescue's folder the rescue is on."""
     folder = Path(OmegaConf.select(config, "trainer.default_local_dir") or ".")
     known = {ON_ALARM: "rescue"} if (folder / RESCUE_FILE).exists() else {}
     return features_asked_for("trainer", lambda name: known.get(name, OmegaConf.select(config, name)), _PROMISED)
@@ -66,7 +66,7 @@ def register_trainers(v1: ModuleType) -> None:
 
 
 def _measuring(base: type, mode: str) -> type:
-    # Not above: they import verl's trainers, whose import wants this module.
+    # Not above: these import verl's trainers, whose import needs this module.
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
     from verl_precision.integration.trainer.canary_requests import TrainerCanary
@@ -76,12 +76,12 @@ def _measuring(base: type, mode: str) -> type:
 
         def __init__(self, config):
             _require_rollout_log_probs(config)
-            # verl chooses buffers and settings by the mode's name: to it, this is its own mode.
+            # verl chooses buffers and settings by the mode's name, so it gets its own mode's.
             config.trainer.v1.trainer_mode = mode
             self.config = config
             self.monitor = RunMonitor(self)
             asked_for = [callback(self) for callback in callbacks_asked_for(config)]
-            # The first goes around all others.
+            # The first callback is the outermost.
             self.callbacks = [Saving(self), *asked_for, self.monitor, TrainerCanary(self)]
             super().__init__(config)
             if is_repeatable(config):
@@ -98,7 +98,7 @@ def _measuring(base: type, mode: str) -> type:
 
 
 def _through_callbacks(base: type, name: str) -> Callable[..., Any]:
-    """Return a trainer's method that goes through its callbacks to verl's."""
+    """Return a trainer's method that calls the callbacks, and verl's method innermost."""
 
     def hook(self, *args, **kwargs):
         proceed = partial(getattr(base, name), self)
