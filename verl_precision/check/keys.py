@@ -1,6 +1,6 @@
 """Refuses words and keys that Hydra accepts silently and verl cannot use, before anything is computed.
 
-And keys of verl's configs: which a config has, which verl 0.4 to 0.9.0 had (`keys.yaml`), which one main alone reads.
+Also the keys of a config, the keys that verl 0.4 to 0.9.0 had (`keys.yaml`), and the keys that only one main reads.
 """
 
 import functools
@@ -22,7 +22,7 @@ def require_overrides(words: Sequence[str]) -> None:
     """Refuse words that are no Hydra overrides, and two presets of one group, of which Hydra takes the last.
 
     Raises:
-        ConfigurationError: For the first of them, with the word to write.
+        ConfigurationError: For the first such word, with the correct word.
     """
     chosen: dict[str, str] = {}
     for index, word in enumerate(words):
@@ -58,7 +58,7 @@ def require_complete(config: DictConfig) -> None:
 
 
 def unresolved(error: OmegaConfBaseException, where: Path | str) -> ConfigurationError:
-    """Return what is wrong with a value that refers to others."""
+    """Return the error for a value whose reference to other values fails."""
     problem, remedy = f"{where}: {str(error).splitlines()[0]}", f"Set {error.full_key}, or what it refers to."
     return ConfigurationError(problem, remedy=remedy)
 
@@ -72,7 +72,7 @@ def keys_of(node: object, path: str = "") -> Iterator[str]:
 
 
 def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield path and value of each setting of a plain config that is no block, or an empty one."""
+    """Yield path and value of each setting of a plain config; only an empty block counts as a setting."""
     if not isinstance(node, dict) or not node:
         yield path, node
         return
@@ -82,12 +82,12 @@ def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def table_of_keys() -> dict[str, dict[str, str]]:
-    """Return the table: section, key of then, today's key or words."""
+    """Return the table: section -> old key -> today's key, or an advice."""
     return table_of(__file__)
 
 
 def row_of(key: str) -> tuple[str, str, str]:
-    """Return section, content and the rest below it of the longest key of the table that a key is at or below."""
+    """Return section, content and remaining path for the longest key of the table that is this key or a block of it."""
     best: tuple[int, str, str, str] = (0, "", "", "")
     for section, rows in table_of_keys().items():
         for old, content in rows.items():
@@ -98,7 +98,7 @@ def row_of(key: str) -> tuple[str, str, str]:
 
 
 def unread_word(config: DictConfig, key: str, value: object) -> ConfigurationError | None:
-    """Return what to say of a setting that only `fully_async_main` carries over, if it is one."""
+    """Return the error for a setting that only `fully_async_main` reads; None for any other setting."""
     section, row, rest = row_of(key)
     if section != "unread" or value in ("null", "", None) or "async_training" in config:
         return None

@@ -1,6 +1,6 @@
 """Tries the policy loss of a config on the small batch of `losses/invariance.py`, called as verl's engine calls it.
 
-The loss of a user runs in a process of its own, where it may hang, print or end the process.
+A user's own loss runs in a separate process, because it may hang, print or end the process.
 """
 
 import inspect
@@ -23,7 +23,7 @@ from verl_precision.losses import invariance
 from verl_precision.losses.registry import LossInputs
 from verl_precision.losses.settings import NORM_MODE
 
-SECONDS = 10.0  # for somebody's own loss: a trial takes a tenth of a second, an import more
+SECONDS = 10.0  # for a user's own loss: a trial takes a tenth of a second, an import more
 KEYWORDS = "old_log_prob log_prob advantages response_mask loss_agg_mode config rollout_is_weights".split()
 
 
@@ -31,7 +31,7 @@ def tried_loss(config: DictConfig) -> TriedLoss | None:
     """Return the result of trying the loss of a config that verl accepts; None if it has no policy loss."""
     distilled = config.get("distillation") or {}
     if distilled.get("enabled") and not (distilled.get("distillation_loss") or {}).get("use_task_rewards", True):
-        return None  # verl multiplies it by 0
+        return None  # verl multiplies the policy loss by 0
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
     loss = POLICY_LOSS_REGISTRY.get(config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla"))
@@ -57,7 +57,7 @@ def _in_child(config: DictConfig) -> TriedLoss:
 
 def _answer(config: DictConfig, connection: Connection) -> None:
     sys.stdout = sys.stderr = nothing = open(os.devnull, "r+")
-    for stream in range(3):  # what the loss prints, and asks for
+    for stream in range(3):  # the loss's input and output
         os.dup2(nothing.fileno(), stream)
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     sys.path.insert(0, os.getcwd())  # `python -m` finds modules there, a console script does not
@@ -82,7 +82,7 @@ def _try(config: DictConfig) -> TriedLoss:
             return _outcome(config, loss, tried)
     except invariance.UnusableLossError as error:
         return replace(tried, unusable=str(error))
-    except Exception as error:  # whatever a loss raises is the answer
+    except Exception as error:  # any error of a loss is a result
         return replace(tried, problem=" ".join(f"it raises {type(error).__name__}: {error}".split())[:300])
 
 
@@ -106,7 +106,7 @@ def _outcome(config: DictConfig, loss: Any, tried: TriedLoss) -> TriedLoss:
 def _as_verl_calls(loss: Any, config: DictConfig) -> invariance.Loss:
     """Return a loss as verl's `ppo_loss` calls it: by keyword, with its typed config, which has the global counts.
 
-    Without its constant the `norm` mode divides by a width, which a rule of its own says; here it has one.
+    Without its constant the `norm` mode divides by a width; another rule reports that, and here the constant is set.
     """
     from verl.utils.config import omega_conf_to_dataclass
 
@@ -134,10 +134,10 @@ def _as_verl_calls(loss: Any, config: DictConfig) -> invariance.Loss:
 
 
 def _owner(loss: Any) -> str:
-    """Return the module that the function of a loss was written in, and its name."""
-    from verl_precision.integration.engine.policy_losses import AdaptedLoss  # it waits until verl is imported
+    """Return the module that defines the function of a loss, and the function's name."""
+    from verl_precision.integration.engine.policy_losses import AdaptedLoss  # needs verl
 
     function = loss.entry.function if isinstance(loss, AdaptedLoss) else loss
     named = function if hasattr(function, "__qualname__") else type(function)
-    # `functools.wraps` copies the name of what it wraps, and not the globals
+    # `functools.wraps` copies the name of the wrapped function, but not its globals
     return f"{getattr(function, '__globals__', {}).get('__name__', named.__module__)}.{named.__qualname__}"

@@ -1,10 +1,10 @@
 """Facts about a model without loading it: from its `config.json`, from a replacement file, or by its name.
 
-And the models that verl serves beside the policy: a distillation's teachers, a reward model, each with its dtype.
-verl's YAML has one teacher, which takes the rollout's; one by another name has what its typed config says: BF16.
+Also the models that verl serves beside the policy, with their dtypes: a distillation's teachers, a reward model. The
+teacher in verl's YAML takes the rollout's dtype. A teacher by another name has its typed config's default, BF16.
 
-Nothing is downloaded. A model of the hub that is in the cache is read there; of others, those that public scripts name
-most, rules/known_models.yaml has what rules ask for.
+Nothing is downloaded. A model of the hub is read from the cache. For the models that public scripts name most,
+rules/known_models.yaml has the facts that rules need.
 """
 
 import functools
@@ -31,7 +31,7 @@ COUNTS = (  # rules compute with these
     *("intermediate_size", "num_experts", "num_local_experts", "moe_intermediate_size", "num_experts_per_tok"),
     "max_position_embeddings",
 )
-# Ends of a name that leave the shape as it is: what was trained after the base model, the date, the format of the copy.
+# Ends of a name that do not change the shape: the kind of training after the base model, a date, a file format.
 VARIANT = re.compile(
     r"[-_](base|instruct|chat|it|hf|thinking|0324|2507|1m|bf16|fp16|fp8|awq|gptq|int[48]|[48]bit|bnb|unsloth)$"
 )
@@ -56,7 +56,7 @@ def described(name: str, setting: str) -> Described:
 
     try:
         cached = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:  # no hub name either; a rule names it
+    except HFValidationError:  # not a hub name either; a rule reports it
         cached = None
     return Described(read_config(Path(cached), setting)) if isinstance(cached, str) else by_name(name)
 
@@ -67,12 +67,12 @@ def model_config(config: DictConfig, owner: str = "actor_rollout_ref") -> Mappin
 
 
 def is_folder(name: object) -> bool:
-    """Return whether a path is one of a folder here; pathlib raises where it is too long for one."""
+    """Return whether a path is a folder on this machine; pathlib would raise for a path that is too long."""
     return os.path.isdir(os.path.expanduser(str(name)))
 
 
 def read_config(path: Path, setting: str) -> dict[str, Any]:
-    """Return the content of a `config.json`, or of the one in a folder; what describes the text lies at its top."""
+    """Return the content of a `config.json`, given its path or folder, with the keys of `text_config` at the top."""
     try:
         file = path / "config.json" if path.is_dir() else path
         found = file.stat()
@@ -100,7 +100,7 @@ def read_config(path: Path, setting: str) -> dict[str, Any]:
 
 @functools.cache
 def known_models() -> dict[str, dict[str, Any]]:
-    """Return what `config.json` says of the models of known_models.yaml, by the name on the hub."""
+    """Return the facts of known_models.yaml by the models' names on the hub, with the keys of `config.json`."""
     table = table_of(rules.__file__, "known_models.yaml")
     found = {}
     for name, row in table["models"].items():
@@ -113,8 +113,8 @@ def known_models() -> dict[str, dict[str, Any]]:
 def by_name(name: str) -> Described:
     """Return what is known of a model by its name: a name of the hub, or the last part of a path.
 
-    A known model's own name has all of its facts, in upper or lower case. Otherwise the last part decides, without what
-    leaves a shape as it is (`VARIANT`), for all but the length of the context.
+    The full name of a known model, in upper or lower case, gives all its facts. Otherwise the last part of the name,
+    without ends that keep the shape (`VARIANT`), gives all facts but the length of the context.
     """
     own = {known.lower(): known for known in known_models()}
     if hub := CACHED.search(name):

@@ -21,12 +21,12 @@ from verl_precision.check.verl_refusals import mistyped
 from verl_precision.check.who_decides import let_presets_win
 from verl_precision.integration.trainer.driver import Driver, follow_platform
 
-# Hydra turns an exception of a callback into a warning, and goes on.
+# Without this, Hydra turns an exception of a callback into a warning, and goes on.
 _ends_the_start = ending_the_process("the preflight")
 
 
 class PreflightCallback(Callback):
-    """Hydra callback that checks the composed config, and has the driver act at Hydra's moments."""
+    """Hydra callback that checks the composed config, and calls the driver's tasks."""
 
     def __init__(self) -> None:
         """Begin with a driver that has done nothing yet."""
@@ -34,9 +34,9 @@ class PreflightCallback(Callback):
 
     @_ends_the_start
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Refuse words, let presets win, fit the config to its engine, and name the run.
+        """Refuse wrong words, let presets win, fit the config to its engine, and name the run.
 
-        The last moment at which the config that verl will get can change; Hydra's multirun has none.
+        After this call the config cannot change any more. Hydra's multirun does not make this call.
         """
         try:
             require_overrides(list(OmegaConf.select(config, "hydra.overrides.task") or ()))
@@ -44,7 +44,7 @@ class PreflightCallback(Callback):
             for each in let_presets_win(config):
                 said = f"{each.word} is replaced by {each.wanted}, of {each.preset}"
                 print(f"verl_precision: presets=win: {said}", file=sys.stderr)
-            if wrong := mistyped(config):  # resolvers and rules would compute with the text
+            if wrong := mistyped(config):  # resolvers and rules would compute with a text
                 raise wrong[0]
             fit_to_engine(config)
             self._driver.name(config)
@@ -53,7 +53,7 @@ class PreflightCallback(Callback):
 
     @_ends_the_start
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Follow the config's platform, ask every rule, and begin; end with the messages of all errors."""
+        """Set the config's platform, apply every rule, and begin the run; or print all errors and exit."""
         follow_platform(config)
         if problems := find_problems(config):
             print("\n".join(f"verl_precision: {problem}" for problem in problems), file=sys.stderr)
@@ -61,7 +61,7 @@ class PreflightCallback(Callback):
         self._driver.begin(config)
 
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
-        """Leave nothing behind; the error of a job that failed ends the process, whatever is raised here."""
+        """End the driver's tasks; the error of a failed job ends the process, even if these tasks raise."""
         if job_return.status.name == "COMPLETED":
             with ending_the_process("the preflight"):
                 self._driver.end(config, completed=True)
@@ -70,13 +70,13 @@ class PreflightCallback(Callback):
 
 
 def find_problems(config: DictConfig) -> list[str]:
-    """Ask every rule about the config and this machine; return the messages of what would not work.
+    """Apply every rule to the config and this machine; return the messages of errors that end the run.
 
-    What could not be looked at is not said: the run itself is about to. The driver does not ask for GPUs, which would
-    start CUDA in it, and they may be larger than those a scale is named after: what exceeds these is said, not refused.
-    Of warnings, those about a preset that is not wholly in force are said.
+    Unchecked facts are left out: the run itself finds them. The driver does not look for GPUs, because this would start
+    CUDA in it. The GPUs may be larger than those in the scale's name, so a memory error is printed but ends no run. Of
+    the warnings, those about a preset that is not fully in force are printed.
     """
-    if wrong := mistyped(config):  # a rule would compute with the text
+    if wrong := mistyped(config):  # a rule would compute with a text
         return [str(error) for error in wrong]
     found = find_faults(config, probe_environment(config))
     errors = [fault for fault in found if fault.severity == "error"]

@@ -25,7 +25,7 @@ from verl_precision.integration.ledger import REMEDY, lost_symbols
 MODEL, ADAPTER = "actor_rollout_ref.model.path", "actor_rollout_ref.model.lora_adapter_path"
 GIVE = "Give --model-config FILE, the model's config.json or its folder, or check where the model is"
 MEASURE = "Read perf/max_memory_allocated_gb after a first step."
-# What this check asks of the hosts by symbols of the ledger, by the feature that has them.
+# Feature of the ledger -> the facts that this check reads by the feature's symbols.
 ASKED = {
     "check of names": "names of losses, rollouts and dtypes",
     "presets=win": "words of the command against presets",
@@ -37,9 +37,9 @@ OF_MODEL = f"{MEMORY}, attention heads over GPUs, whether vLLM takes it in FP16,
 def probe_environment(
     config: DictConfig, gpus: tuple[str, ...] = (), elsewhere: str = "", given: Path | None = None
 ) -> Environment:
-    """Look at everything that a rule may ask about; nothing is said about GPUs that are not named.
+    """Return all facts that a rule may use; about GPUs only if their names are given.
 
-    `elsewhere` says why the run is for another machine, and `given` is a `config.json` that stands for the model's.
+    `elsewhere` is the reason why the run is for another machine; `given` is a `config.json` used for the model's.
     """
     path = str(config.actor_rollout_ref.model.path)
     known = described(path, MODEL) if given is None else Described(read_config(given, "--model-config"))
@@ -61,7 +61,7 @@ def probe_environment(
 
 
 def gpus_here() -> tuple[str, ...]:
-    """Return the names of this machine's GPUs, with their memory. Asking for them starts CUDA in this process."""
+    """Return the names of this machine's GPUs, with their memory. This starts CUDA in this process."""
     import torch
 
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -87,7 +87,7 @@ def _machine(config: DictConfig) -> Machine:
 
 
 def unknown_things(config: DictConfig, found: Environment, known: Described) -> Iterator[Fault]:
-    """Yield what is unknown of a run after everything was looked for; `known` is what was found of the model."""
+    """Yield a finding for each fact about a run that was not found; `known` has the facts about the model."""
     yield from _of_models(config, found, known)
     for feature, subject in ASKED.items():  # a symbol of verl or Hydra that is not as tested
         for symbol, wrong in lost_symbols(feature).items():

@@ -1,7 +1,7 @@
 """Calls verl's own validators, typed configs and registries on a composed config.
 
-verl asks them too: some before Ray starts, most in a worker, minutes later. Here each is asked by itself, so that an
-answer names the setting at fault. Nothing is started.
+verl calls them too: some before Ray starts, most in a worker, minutes later. Here each is called by itself, so that an
+error names the wrong setting. Nothing is started.
 """
 
 import contextlib
@@ -30,15 +30,15 @@ from verl_precision.integration.ledger import lost_symbols
 
 
 def refusals(config: DictConfig) -> tuple[ConfigurationError, ...]:
-    """Return the errors with which verl refuses a composed config, one a setting."""
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # what verl says to a user, it will say
+    """Return the errors with which verl refuses a composed config, at most one for each setting."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # verl prints its messages in the run
         warnings.simplefilter("ignore")
         named = [] if lost_symbols("check of names") else list(_names(config))
         return (*named, *(_typed(config) if not named else ()))
 
 
 def _names(config: DictConfig) -> Iterator[ConfigurationError]:
-    """Ask verl's registries for each name that is looked up in one."""
+    """Look up names in verl's registries; yield an error for each unknown name."""
     from verl.trainer.ppo import core_algos
     from verl.utils.torch_dtypes import PrecisionType
     from verl.utils.tracking import Tracking
@@ -47,7 +47,7 @@ def _names(config: DictConfig) -> Iterator[ConfigurationError]:
     questions: list[tuple[str, Callable[[Any], object]]] = [
         ("algorithm.adv_estimator", core_algos.get_adv_estimator_fn)
     ]
-    if config.actor_rollout_ref.model.get("external_lib") is None:  # else it may register more, in the workers
+    if config.actor_rollout_ref.model.get("external_lib") is None:  # otherwise external_lib may register more
         questions.append(("actor_rollout_ref.actor.policy_loss.loss_mode", core_algos.get_policy_loss_fn))
     for engine in engines(config):
         mixed = (engine.node.get("mixed_precision") or {}) if engine.strategy in FSDP else {}
@@ -72,9 +72,9 @@ def _names(config: DictConfig) -> Iterator[ConfigurationError]:
 
 
 def mistyped(config: DictConfig) -> list[ConfigurationError]:
-    """Return an error for what is no number, switch or block where verl has one; else for a null that it computes with.
+    """Return errors for values that are no number, switch or block where verl has one; or for a null number.
 
-    verl builds its typed configs without a look at the types, and fails where it computes with them.
+    verl builds its typed configs without checking types, and fails later, when it computes with a value.
     """
     problem, remedy = "verl expects {} here and fails when it reads this value", "Correct it, or leave it out."
     misfits = [
@@ -90,22 +90,22 @@ def mistyped(config: DictConfig) -> list[ConfigurationError]:
 
 
 def misspelt(config: DictConfig) -> Iterator[ConfigurationError]:
-    """Yield each setting that verl does not have where it has one that is spelt almost alike."""
+    """Yield an error for each setting that verl does not have, if one of verl's settings is spelt almost alike."""
     for path, node, kinds in _blocks(config):
         for key in (str(each) for each in node if kinds and each not in kinds):
-            alike = [each for each in map(str, kinds) if each[0] == key[0] and abs(len(each) - len(key)) < 3]  # a slip
+            alike = [each for each in map(str, kinds) if each[0] == key[0] and abs(len(each) - len(key)) < 3]  # a typo
             if near := get_close_matches(key, alike, n=1, cutoff=0.8):
                 problem, remedy = "verl has no such setting", f"Did you mean {path}.{near[0]}?"
                 yield ConfigurationError(problem, setting=f"{path}.{key}", allowed="verl's settings", remedy=remedy)
 
 
 def _blocks(config: DictConfig) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Yield setting, content, and types by name of each block; no types where verl says nothing of the block."""
+    """Yield setting, content, and types by name of each block; no types if verl does not describe the block."""
     plain: Any = OmegaConf.to_container(config, resolve=False)
     known = _values_of_verl()
     parts = ("actor_rollout_ref", "critic", "algorithm", "data", "trainer", "distillation", "reward")
     waiting = [(part, plain.get(part), known.get(part)) for part in parts]
-    for path, node, own in waiting:  # it grows meanwhile
+    for path, node, own in waiting:  # the list grows in the loop
         own = own if isinstance(own, dict) else {}
         if isinstance(node, dict):
             yield path, node, {name: type(value) for name, value in own.items()} | fields_of(node.get("_target_"))
@@ -124,16 +124,16 @@ def _values_of_verl() -> Any:
 
 
 def _kind_instead(setting: str, value: object, hint: object) -> str | None:
-    """Return the kind of value that belongs there; None if it is one, null or an interpolation."""
+    """Return the kind of value that a setting needs; None if the value fits, or is null or an interpolation."""
     hint = float if setting in NUMBERS_OR_NULL else hint
     hints = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     kinds: set[Any] = {get_origin(each) or each for each in hints} - {None, type(None)}
-    if value == "" and kinds == {bool}:  # a variable of a script that is not set: verl takes it for False
+    if value == "" and kinds == {bool}:  # an unset variable of a script: verl takes it for False
         return None
     if not kinds or value is None or isinstance(value, str) and ("${" in value or value == "???"):
         return None
     if kinds <= {int, float, bool}:
-        whole = float not in kinds and int in kinds and not setting.endswith(".num_warmup_batches")  # verl takes 1.5
+        whole = float not in kinds and int in kinds and not setting.endswith(".num_warmup_batches")  # may be 1.5
         kind = "a whole number" if isinstance(value, float) else "a number or a switch"
         try:
             number = float(value)  # type: ignore[arg-type]
@@ -145,12 +145,12 @@ def _kind_instead(setting: str, value: object, hint: object) -> str | None:
 
 
 def fields_of(target: object) -> dict[str, Any]:
-    """Return the types that a typed config states for its fields; nothing of a class that cannot be found."""
+    """Return the types of a typed config's fields; empty for a class that cannot be found."""
     try:
         cls = pkgutil.resolve_name(str(target)) if target else None
-    except (ImportError, AttributeError, ValueError):  # verl fails at it too, and `_typed` says so
+    except (ImportError, AttributeError, ValueError):  # verl fails with it too, and `_typed` reports it
         return {}
-    if not dataclasses.is_dataclass(cls) or hasattr(cls, "__pydantic_fields__"):  # ours look at types themselves
+    if not dataclasses.is_dataclass(cls) or hasattr(cls, "__pydantic_fields__"):  # ours check types themselves
         return {}
     return {field.name: field.type for field in dataclasses.fields(cls)}
 
@@ -164,15 +164,15 @@ def is_refused(config: DictConfig, setting: str) -> bool:
 
 
 def _typed(config: DictConfig) -> Iterator[ConfigurationError]:
-    """Build verl's typed configs, and have verl validate the whole."""
+    """Build verl's typed configs, and let verl validate the whole config."""
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-    if lora_rank(config):  # of its rank verl asks vLLM, whose import takes long; a rule says the same
+    if lora_rank(config):  # for the rank verl imports vLLM, which takes long; a rule checks the rank
         config = deepcopy(config)
         with open_dict(config):
             config.actor_rollout_ref.model.lora_rank, config.actor_rollout_ref.model.lora = 0, {}
 
-    # need_critic and need_reference_policy of verl import data sets
+    # without verl's need_critic and need_reference_policy, which import data sets
     roles = [engine.role for engine in engines(config)]
 
     def critic() -> None:
@@ -197,9 +197,9 @@ def _typed(config: DictConfig) -> Iterator[ConfigurationError]:
     for block, step in steps:
         try:
             step()
-        except Exception as error:  # whatever a class of verl raises is its answer; Hydra wraps it
+        except Exception as error:  # any error of a class of verl is a refusal; Hydra wraps it
             cause = error.__cause__ or error
-            if isinstance(cause, ConfigurationError):  # a class of this package, whose bounds a rule asks too
+            if isinstance(cause, ConfigurationError):  # a class of this package, whose bounds a rule checks too
                 continue
             setting, value = _at_fault(config, block, error)
             yield _refused(cause, setting, value)
@@ -207,13 +207,13 @@ def _typed(config: DictConfig) -> Iterator[ConfigurationError]:
 
 
 def _at_fault(config: DictConfig, block: str, error: BaseException) -> tuple[str, object]:
-    """Return the setting that verl's message, or its assertion, names by path, key or value; the block if by none."""
+    """Return the setting that verl's message, or its assertion, names by path, key or value; otherwise the block."""
     cause = error.__cause__ or error
     frames = traceback.extract_tb(cause.__traceback__)
     text = str(cause) or (frames[-1].line or "" if frames else "")
     said = set(re.findall(r"[A-Za-z_][\w-]*", text))
     given = {word.lstrip("+").partition("=")[0] for word in OmegaConf.select(config, "hydra.overrides.task") or ()}
-    inner = re.search(r"^full_key: ([\w.]+)", str(error), re.M)  # where Hydra was when a class refused
+    inner = re.search(r"^full_key: ([\w.]+)", str(error), re.M)  # the block that Hydra was building
     block = inner[1] if inner and OmegaConf.is_dict(OmegaConf.select(config, inner[1])) else block
     found = []
     for root in [block] if block else ["data", "actor_rollout_ref", "algorithm"]:
@@ -229,7 +229,7 @@ def _at_fault(config: DictConfig, block: str, error: BaseException) -> tuple[str
 
 
 def _refused(said: str | BaseException, setting: str, value: object, known: Iterable[str] = ()) -> ConfigurationError:
-    if isinstance(said, BaseException):  # an assertion without a message is told by its source line
+    if isinstance(said, BaseException):  # an assertion without a message: its source line
         frames = traceback.extract_tb(said.__traceback__)
         said = str(said).partition("\n    full_key: ")[0] or (frames[-1].line if frames else "") or type(said).__name__
     allowed = ", ".join(known) or "the values that verl's message names"

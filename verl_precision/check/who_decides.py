@@ -1,10 +1,10 @@
 """The origin of each setting: verl, a recipe, a preset, or a word of the command; with `presets=win`, presets win.
 
-A composed config does not know where its values come from. It names its sources, its choices and the command's words in
-Hydra's own node, which is enough to ask Hydra for the same list of files again, in the order in which it merges them.
+A composed config does not know where its values come from. Hydra's own node in the config has the sources, the choices
+and the command's words. With these Hydra lists the same files again, in the order in which it merges them.
 
-Hydra puts the words of a command over every file, presets too. A command that states its estimator's settings, as
-public scripts do, therefore leaves little of `estimator=pg_seq_is`, and Hydra says nothing of it.
+The words of a command win over every file, presets too. Public scripts write their estimator's settings in the command.
+Such words replace most of `estimator=pg_seq_is`, and Hydra gives no message.
 """
 
 import copy
@@ -22,31 +22,31 @@ from verl_precision.check.keys import leaves
 from verl_precision.integration.ledger import lost_symbols, require_feature
 from verl_precision.presets import preset_groups
 
-WINNING = "presets=win"  # the feature of the ledger without which nobody is known
+WINNING = "presets=win"  # the feature of the ledger that origins need
 _VERLS = re.compile(r"verl[/.](trainer|experimental)[/.]|(^|/)hydra\.conf")  # places of files that no user wrote
 _OURS = ("pkg://verl_precision.presets", "structured://")  # where presets are, if one is chosen
 WIN = "presets.win"  # True: presets win. False: words win on purpose. Absent: words win, and that is a finding
 REPLACED = "presets.replaced"
-# Parts of the weight-sync guard and of the engine: a preset means them wherever they stand.
+# Settings of the weight-sync guard and of the engine: never mere options, in any file of a preset.
 GUARD = re.compile(r"\.worker_extension_cls$|\.send_weight_manifest$|fsdp(_config)?\._target_$")
-# Of a precision, what it merely offers a value for; rules of their own judge it.
+# Settings for which a precision merely offers a value; other rules check them.
 _OPTIONS = re.compile(r"\.loss_scale\.|\.attn_implementation$")
-_LONGEST = 80  # characters of a word that are repeated
+_LONGEST = 80  # characters of a word in a message
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Who says a setting last, before the command: a preset, or a file that is neither verl's nor a preset's."""
+    """The last source of a setting before the command: a preset, or a file that is neither verl's nor a preset's."""
 
     who: str  # estimator=pg_seq_is, or the name of the file
     value: Any  # as it is written there: an interpolation is its own text
     group: str = ""  # of the preset, e.g. estimator; empty for a file
-    offered: bool = False  # whether it stands in parts/, as an option with its default
+    offered: bool = False  # whether the file is in parts/: an option with its default
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """What was said about a config's settings, beside what verl itself says."""
+    """The sources of a config's settings other than verl itself, and the words of the command."""
 
     origins: Mapping[str, Origin]  # by the setting's full name
     words: tuple[tuple[str, str], ...]  # setting and whole word of the command, in its order
@@ -62,7 +62,7 @@ def is_about(key: str, setting: str) -> bool:
 
 
 def decisions(config: DictConfig) -> Decisions:
-    """Return who says what in a composed config with Hydra's own node; nothing is known of one without."""
+    """Return the sources of a composed config's settings; empty for a config without Hydra's own node."""
     name = OmegaConf.select(config, "hydra.job.config_name")
     if name is None:
         return Decisions({}, ())
@@ -74,7 +74,7 @@ def decisions(config: DictConfig) -> Decisions:
 
 
 def words_of(config: DictConfig) -> tuple[tuple[str, str], ...]:
-    """Return setting and whole word of each word of the command that chooses no group."""
+    """Return setting and whole word for each word of the command that chooses no group."""
     choices = OmegaConf.select(config, "hydra.runtime.choices") or {}
     given = OmegaConf.select(config, "hydra.overrides.task") or ()
     keys = {word: word.lstrip("+~").partition("=")[0] for word in given}
@@ -83,12 +83,12 @@ def words_of(config: DictConfig) -> tuple[tuple[str, str], ...]:
 
 @functools.lru_cache(maxsize=256)
 def _origins(sources: tuple[tuple[str, str], ...], name: str, words: tuple[str, ...]) -> Mapping[str, Origin]:
-    """Return who says each setting, from a search path, the primary config's name, and words that choose groups."""
+    """Return each setting's source, from a search path, the primary config's name, and words that choose groups."""
     users = [place for _, place in sources if place not in _OURS and not _VERLS.search(place)]
     if not users and all(word.startswith("hydra.") for word in words):
-        return {}  # nobody has chosen anything
+        return {}  # neither a user's file nor a preset
     if lost_symbols(WINNING):
-        return {}  # nor can anybody be asked
+        return {}  # Hydra's loader is not as tested
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 
@@ -113,7 +113,7 @@ def _origins(sources: tuple[tuple[str, str], ...], name: str, words: tuple[str, 
 
 
 def _chosen(path: str, parent: str | None, parents: Mapping[str | None, str | None]) -> tuple[str, str] | None:
-    """Return group and name of the preset by which a file comes in, if it comes in by one."""
+    """Return group and name of the preset that includes a file, or None."""
     chosen, at = None, str(path) or None
     while at is not None:
         group, _, name = at.partition("/")
@@ -126,7 +126,7 @@ def _chosen(path: str, parent: str | None, parents: Mapping[str | None, str | No
 
 
 def _stronger(known: Origin | None, later: Origin) -> Origin:
-    """Return the later of two, which Hydra takes; of two that say the same, the one that means it, not its machine."""
+    """Return the later origin, which Hydra takes; of two equal values prefer one that is no option and no scale."""
     same = known is not None and known.group and known.value == later.value
     return known if known is not None and same and (later.offered or later.group == "scale") else later
 
@@ -142,18 +142,18 @@ class WinningWord:
 
     word: str  # as it was given
     setting: str
-    value: Any  # that holds
+    value: Any  # the value in force
     preset: str  # e.g. estimator=pg_seq_is
     wanted: Any  # the preset's value
     written: Any  # the same, unresolved
-    option: bool  # the preset only offers a value for it, which is changed on purpose
+    option: bool  # whether the preset only offers a value, which users change on purpose
 
     @property
     def contradicts(self) -> bool:
-        """Whether the command contradicts itself.
+        """Whether the word contradicts the preset that the command chooses.
 
-        A scale is a place to begin: batch sizes, GPUs, paths and saving are changed on it in every recipe's run, and
-        what does not fit the machine is a fault of its own. Words over a scale are in `--json` alone, and stay.
+        A scale is a starting point: every recipe's run changes batch sizes, GPUs, paths or saving. Other rules check
+        that the run fits the machine. Words over a scale stay in force, and only `--json` shows them.
         """
         return not self.option and not (self.preset.startswith("scale=") and not GUARD.search(self.setting))
 
@@ -184,7 +184,7 @@ def is_option(setting: str, origin: Origin) -> bool:
 
 
 def _is_moved(config: DictConfig, setting: str) -> bool:
-    """Whether `fit_to_engine` has moved the setting's block to another engine's, whose rules judge it."""
+    """Return whether `fit_to_engine` has moved a setting's block to another engine, whose rules check it."""
     block = re.match(r"(.*(?:\.fsdp_config|critic\.fsdp))\.", setting)
     return block is not None and OmegaConf.select(config, block[1]) is None
 
@@ -198,7 +198,7 @@ def _plain(value: Any) -> Any:
 
 
 def is_same(setting: str, one: Any, other: Any) -> bool:
-    """Return whether two values of a setting are one to verl."""
+    """Return whether two values of a setting mean the same to verl."""
     if setting.endswith("dtype") and isinstance(one, str) and isinstance(other, str):
         return short(one) == short(other)
     off = (one is None or one is False) and (other is None or other is False)
@@ -206,7 +206,7 @@ def is_same(setting: str, one: Any, other: Any) -> bool:
 
 
 def put_presets_over_words(config: DictConfig) -> list[WinningWord]:
-    """Put what presets say over words that contradict them; return the words that were replaced."""
+    """Replace the values of words that contradict presets by the presets' values; return these words."""
     replaced = [each for each in winning_words(config) if each.contradicts]
     for each in replaced:
         _put(config, each.setting, each.written)
@@ -214,7 +214,7 @@ def put_presets_over_words(config: DictConfig) -> list[WinningWord]:
 
 
 def let_presets_win(config: DictConfig) -> list[WinningWord]:
-    """Do that if `presets=win` asks for it. The config, of which Hydra leaves a copy, keeps what was replaced."""
+    """Let presets replace words if `presets=win` is set. The config, which Hydra saves, lists the replaced words."""
     if OmegaConf.select(config, WIN) is not True:
         return []
     require_feature(WINNING)
