@@ -27,7 +27,7 @@ from verl_precision.base.terminal import paragraph
 GROUP = "verl_precision.verbs"  # of entry points
 SECTIONS = ("Before a run", "A run", "Models and data", "Set-up")  # of --help, in this order
 _HELP = {"help_option_names": ["-h", "--help"]}
-# What --help calls a value: by the option's name, else by its type, else that name in capitals.
+# How --help names a value: by the option's name, or by its type, or otherwise the option's name in capitals.
 _VALUES = {"overrides": "KEY=VALUE", "config": "RECIPE", "cluster": "ADDRESS", "only": "CHECK", "model": "MODEL"}
 _VALUES |= {"rollout_model": "MODEL", "output": "FOLDER", "folder": "FOLDER", "tree": "TREE", "device": "cuda|cpu"}
 _VALUES |= {"checkpoint": "CHECKPOINT", "prompts": "FILE", "data": "FILE", "source": "FILE", "prompt_field": "COLUMN"}
@@ -36,9 +36,9 @@ _TYPES = {"int": "N", "float": "NUMBER", "Path": "PATH"}
 
 
 class _Verbs(TyperGroup):
-    """The installed verbs, each imported when it is asked for.
+    """The installed verbs, each imported when it is used.
 
-    Their --help is off rather than unset: of an option that is unset Typer asks pydantic, for 0.1 s.
+    Their option --help has the default False: for an option without default Typer imports pydantic, for 0.1 s.
     """
 
     commands: dict[str, metadata.EntryPoint]  # type: ignore[assignment]
@@ -54,7 +54,7 @@ class _Verbs(TyperGroup):
         return self.commands[name].load().command(name) if name in self.commands else None
 
     def format_commands(self, context: Any, formatter: Any) -> None:
-        """Write each verb's first line; its options may take long to import."""
+        """Write each verb's first line only, because its options may take long to import."""
         verbs = {name: point.load() for name, point in self.commands.items()}
         for section in dict.fromkeys((*SECTIONS, *(each.section for each in verbs.values()))):
             if lines := [(name, each.paragraphs[0]) for name, each in verbs.items() if each.section == section]:
@@ -77,13 +77,13 @@ class _Verbs(TyperGroup):
             finally:
                 sys.stdout.flush()
         except OSError as error:
-            if error.errno != errno.EPIPE:  # else whoever read it has ended, and wants no more
-                with suppress(OSError):  # of a terminal that was closed
+            if error.errno != errno.EPIPE:  # EPIPE: the reader has ended
+                with suppress(OSError):  # the terminal may be closed
                     say(f"error: {_words_of(error)}", errors, "red")
             for stream in (sys.stdout, sys.stderr):
                 try:
                     stream.flush()
-                except OSError:  # nor would it take the rest at the end of the process
+                except OSError:  # the flush at the end of the process would fail too
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             sys.exit(1)
 
@@ -110,7 +110,7 @@ app = Typer(
     **_LOOK,  # type: ignore[arg-type]
 )
 console = Console(width=None if sys.stdout.isatty() else 120, emoji=False, markup=False)
-errors = Console(stderr=True, emoji=False, markup=False)  # host:1234: is none, nor is a[b] a style
+errors = Console(stderr=True, emoji=False, markup=False)  # `:1234:` is no emoji, and `a[b]` no style
 FIGURES, ENGINES = ("jinja2", "matplotlib"), ("torch", "transformers", "vllm")  # packages that verbs need
 _PROGRESS_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # huggingface_hub and transformers read it when they are imported
 
@@ -152,7 +152,7 @@ class Verb:
         return [" ".join(each.split()) for each in inspect.cleandoc(self.function.__doc__ or "").split("\n\n")]
 
     def command(self, name: str) -> TyperCommand:
-        """Return it for Typer: one of our errors ends it with exit code 1, a signal with 128 and its number."""
+        """Return Typer's command for the verb. It exits with 1 after our errors, with 128 + number after a signal."""
         own = [each for each in inspect.signature(self.function).parameters.values() if each.name != "given"]
         fields: list[inspect.Parameter] = []
         if self.job:
@@ -175,7 +175,7 @@ class Verb:
                     say(f"error: {error}", errors, "red")
                     raise Exit(1) from None
                 except KeyboardInterrupt as interrupt:
-                    with suppress(OSError):  # of a terminal that was closed
+                    with suppress(OSError):  # the terminal may be closed
                         say(f"interrupted; {interrupt}" if str(interrupt) else "interrupted", errors)
                     raise Exit(128 + (heard or [signal.SIGINT])[0]) from None
 
@@ -201,9 +201,9 @@ def verb(
 ) -> Callable[[Callable[..., None]], Verb]:
     """Make a function a verb; its entry point in setup.py, group verl_precision.verbs, gives it a name.
 
-    `section` is the part of --help that has it. `job` is a class whose fields are options, too, as `module:name`; the
-    function gets those that are given as `given`.
-    `needs` are packages that it imports at some time, and that may be missing: said before any work.
+    `section` is the part of --help that lists the verb. `job` (`module:name`) is a class whose fields are options, too;
+    the function gets the options that the user has set in `given`.
+    `needs` are packages that the verb imports and that may be missing: a message names them before any work.
     """
     return lambda function: Verb(function, job, section, needs, settings)
 

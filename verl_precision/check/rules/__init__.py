@@ -1,5 +1,5 @@
 """The rules for a config, each in the module of its subject. How to add one: CONTRIBUTING.md.
 
-`registry` asks them. A rule is a pure function of the composed config and of what was found on the machine; none
-imports verl or vLLM. A bound that a loss or an engine holds by itself stands beside that, and the rule asks there.
+`registry` calls them. A rule is a pure function of the composed config and of facts about the machine; no rule imports
+verl or vLLM. A bound that a loss or an engine enforces is defined beside it, and the rule calls that function.
 """

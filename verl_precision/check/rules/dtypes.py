@@ -11,9 +11,9 @@ from verl_precision.check.rules.rule import Environment, Fault, Severity, rule
 from verl_precision.integration.trainer.saving import saves
 
 ADAM_EPS = 1e-8  # torch's default
-FP16_ZERO = 2.0**-25  # half of FP16's smallest subnormal: what is not above it rounds to zero
+FP16_ZERO = 2.0**-25  # half of FP16's smallest subnormal: numbers up to it round to zero
 # `_FLOAT16_NOT_SUPPORTED_MODELS` in vllm/config/model.py of 0.28.0 (tests/check/rules/test_rules.py compares them);
-# plamo2 was in it before.
+# plamo2 is in an older list.
 VLLM_REFUSES_FP16 = ("gemma2", "gemma3", "gemma3_text", "glm4", "plamo2")
 
 
@@ -22,7 +22,7 @@ def dtype_ignored(config: DictConfig, environment: Environment) -> Iterator[Faul
     """verl documents `fsdp_config.dtype`, and its FSDP engine never reads it."""
     for engine in engines(config):
         said = short(engine.node.get("dtype", "bf16"))
-        # bfloat16 is verl's default, so nobody need have written it; this package's engine refuses it by itself
+        # bfloat16 is verl's default, so perhaps no user has set it; this package's engine refuses it by itself
         if engine.verls_fsdp and said not in ("bf16", engine.compute):
             problem = f"verl's FSDP engine reads {engine.source} instead, and computes in {engine.compute}"
             remedy = f"Choose precision={said}, or set {engine.setting}.mixed_precision.param_dtype={said}."
@@ -31,7 +31,7 @@ def dtype_ignored(config: DictConfig, environment: Environment) -> Iterator[Faul
 
 @rule("rollout-contradicts-actor")
 def rollout_contradicts_actor(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """The rollout samples in another dtype than the actor trains in, and no preset, made of two halves, asked so."""
+    """The rollout samples in another dtype than the actor trains in, and no preset names this pair of dtypes."""
     actor, rollout = engines(config)[0].compute, rollout_dtype(config)
     if rollout == "auto":
         rollout = short(environment.model.get("dtype") or environment.model.get("torch_dtype") or "auto")
@@ -115,7 +115,7 @@ def transport_rounds(config: DictConfig, environment: Environment) -> Iterator[F
     """
     (dtype, source), rollout = transport_dtype(config), rollout_dtype(config)
     setting, _, value = source.partition(" ")[0].partition("=")
-    # without a value it is BF16 master weights, which are half-master-weights
+    # without a value the cause is BF16 master weights: rule half-master-weights
     if not value or dtype != "bf16" or rollout not in ("fp16", "fp32"):
         return
     allowed = "False, or this package's engine, which merges in FP32"

@@ -1,6 +1,6 @@
 """Rules of the trainer's engines: attention, packing, dropout, adapters on heads; our settings, shadow, router replay.
 
-And what does not hold with others, or without vLLM.
+The last rule is about rollouts other than vLLM.
 """
 
 import re
@@ -33,9 +33,9 @@ PADDING = f"{MODEL}.use_remove_padding"
 # verl.models.transformers.monkey_patch gives these a forward that knows where packed sequences end. It needs the
 # kernels of flash-linear-attention: transformers' own delta rule in torch takes `cu_seqlens` and does not read it.
 PACKED_BY_VERL = ("qwen3_5", "qwen3_5_moe")
-# Input embeddings and output head, which one matrix may be.
+# Input embeddings and output head; they may share one matrix.
 HEADS = ("lm_head", "model.embed_tokens", "model.language_model.embed_tokens", "transformer.wte")
-OF_HEADS = ("classifier", "summary", "token_dropout")  # of classifiers, and of protein models' inputs
+OF_HEADS = ("classifier", "summary", "token_dropout")  # dropouts of classifiers, and of protein models' inputs
 TARGET = "verl_precision.integration.engine.engine_config.PrecisionFSDPConfig"
 ACTOR = "actor_rollout_ref.actor.fsdp_config"
 ENGINES = (ACTOR, "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
@@ -50,7 +50,7 @@ def attention_refuses_fp32(config: DictConfig, environment: Environment) -> Iter
         return
     full = list(_in_fp32(config))
     shared, attention = " and ".join(role for role in full if role != "critic"), attention_of(config)
-    if shared and "flash" in attention:  # transformers tells it by the name, too
+    if shared and "flash" in attention:  # transformers looks for this in the name, too
         problem = f"FP32 of the {shared}: flash attention computes in 16 bits only, and would fail"
         yield Fault(ATTENTION, problem, SDPA, f"Set ++{ATTENTION}=sdpa.", value=attention)
     if "critic" in full:
@@ -79,7 +79,7 @@ def ulysses_needs_flash(config: DictConfig, environment: Environment) -> Iterato
 
 @rule("packed-delta-nets")
 def packed_delta_nets(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """Nobody tells transformers' gated delta nets where a packed sequence ends: its state goes on in the next one."""
+    """transformers' gated delta nets do not get the ends of packed sequences: the state continues into the next one."""
     packed = config.actor_rollout_ref.model.use_remove_padding and config.actor_rollout_ref.actor.strategy in FSDP
     if not packed or not gated_delta_nets(environment.model):
         return
@@ -95,7 +95,7 @@ def gated_delta_nets(model: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def attention_of(config: DictConfig) -> str:
-    """Return the attention of actor and reference. verl hands null on, and transformers then takes sdpa."""
+    """Return the attention of actor and reference. verl passes null on, and transformers then takes sdpa."""
     overrides = config.actor_rollout_ref.model.get("override_config") or {}
     return str(overrides.get("attn_implementation", VERLS_ATTENTION) or "sdpa")
 
@@ -116,7 +116,7 @@ def _in_fp32(config: DictConfig) -> Iterator[str]:
 @rule("dropout-in-update", "warning")
 def dropout_in_update(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """The trainer's forward drops elements where the rollout's does not: the ratio is not 1 before any update."""
-    if OmegaConf.select(config, ARITHMETIC_SETTING) == EXACT:  # not-exact says it there
+    if OmegaConf.select(config, ARITHMETIC_SETTING) == EXACT:  # there the rule not-exact reports it
         return
     for setting, key, rate in _rates(config, environment):
         problem = f"an update drops {rate:.0%} of the elements ({key}), the rollout none: FP16 does not help"
@@ -149,10 +149,10 @@ def _positive(content: Mapping[str, Any], path: str = "") -> Iterator[tuple[str,
 
 @rule("adapter-misplaced")
 def adapter_misplaced(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """Not every module on which PEFT puts an adapter is wrapped by FSDP and is itself in the rollout.
+    """An adapter on head or embeddings may be one that FSDP cannot wrap, or that the rollout cannot get.
 
-    FSDP2 makes a class of each module that it wraps, and verl has it wrap head and embeddings that are not tied. Tied
-    ones have two names and one matrix in the rollout: merged, an adapter on one of them would be on none or on both.
+    FSDP2 makes a class of each module that it wraps, and verl lets it wrap head and embeddings that are not tied. Tied
+    ones share one matrix in the rollout: an adapter that is merged into one of them would change none or both.
     """
     model, strategy = config.actor_rollout_ref.model, engines(config)[0].strategy
     loaded = model.get("lora_adapter_path") is not None
@@ -184,13 +184,13 @@ def _reaches(targets: Any, name: str) -> bool:
     if isinstance(targets, str):
         try:
             return targets.lower() != "all-linear" and re.fullmatch(targets, name) is not None
-        except re.error:  # no pattern at all: PEFT raises it
+        except re.error:  # not a pattern: PEFT raises this error
             return False
     return any(name == str(target) or name.endswith(f".{target}") for target in targets or ())
 
 
 def _is_tied(model: Mapping[str, Any]) -> bool:
-    """Return whether head and embeddings are one, by `config.json`, or by what its type has where it is silent."""
+    """Return whether head and embeddings are one, by `config.json`, or by its model type's default."""
     if "tie_word_embeddings" in model or "model_type" not in model:
         return bool(model.get("tie_word_embeddings"))
     from transformers import CONFIG_MAPPING
@@ -224,7 +224,7 @@ def engine_settings(config: DictConfig, environment: Environment) -> Iterator[Fa
 
 @rule("router-replay")
 def router_replay(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """Replay needs experts, a rollout that says which it chose, packed sequences, and an engine that reads it."""
+    """Replay needs experts, a rollout that reports its choice, packed sequences, and an engine that reads it."""
     actor = engines(config)[0]
     mode = (actor.node.get("router_replay") or {}).get("mode", "disabled")
     watched, sent = bool(actor.node.get("watch_routing")), bool(OmegaConf.select(config, SENT))

@@ -22,7 +22,7 @@ from verl_precision.losses.rollout_weights import WEIGHT_KINDS
 ALARM = "mismatch.alarm.on_alarm"
 REPLAY = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
 WITHOUT_PARTS = "main-without-parts"
-# They need more than `_compute_advantage` of verl 0.9.1 selects: greedy rewards, sums of squares, rewards by parts.
+# verl 0.9.1's `_compute_advantage` does not select their inputs: greedy rewards, sums of squares, rewards by parts.
 NOT_GIVEN = ("remax", "optimal_token_baseline", "tir_optimal_token_baseline", "gdpo")
 _INSTEAD = "Start verl.trainer.main_ppo, with trainer.v1.trainer_mode=separate_async where the rollout has its own GPUs"
 # Feature -> setting, what to do without it, severity.
@@ -31,7 +31,7 @@ FEATURES: dict[str, tuple[str, str, Any]] = table_of(__file__)
 
 @rule(WITHOUT_PARTS, "warning")
 def parts_of_a_main(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """The seams for trainers are those of verl's V1 trainer: without it nothing measures, or asks the canary."""
+    """This package changes verl's V1 trainer: without it there are no mismatch metrics and no canary."""
     main = verl_config.other_trainer(config)
     if main is None or not OmegaConf.select(config, "mismatch.enabled"):  # no preset is chosen
         return
@@ -46,7 +46,7 @@ def parts_of_a_main(config: DictConfig, environment: Environment) -> Iterator[Fa
 
 @rule("main-lacks-part")
 def asked_of_a_main(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """What a config asks of a trainer that is not started would not come, without a word."""
+    """Settings for verl's V1 trainer have no effect in a main with another trainer, and no message says so."""
     if (main := verl_config.other_trainer(config)) is None:
         return
     replayed = OmegaConf.select(config, REPLAY) in ("R2", "R3")
@@ -68,7 +68,7 @@ def _instead(main: str) -> str:
 
 @rule("advantage-not-computed")
 def advantage_not_computed(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """An advantage estimator that needs what the V1 trainer does not give it ends in the first step."""
+    """An advantage estimator whose inputs the V1 trainer does not pass fails in the first step."""
     name, others = str(config.algorithm.adv_estimator), "grpo, rloo, gae, reinforce_plus_plus, ..."
     if config.trainer.get("use_v1", True) and name in NOT_GIVEN:
         problem = f"verl's V1 trainer does not pass {name} its inputs, so the first step fails"
@@ -77,7 +77,7 @@ def advantage_not_computed(config: DictConfig, environment: Environment) -> Iter
 
 @rule("adapter-not-loaded")
 def adapter_not_loaded(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """verl's FSDP engine builds an adapter where the rank is above 0, and loads one nowhere else."""
+    """verl's FSDP engine loads an adapter only if lora_rank is above 0."""
     setting, actor = "actor_rollout_ref.model.lora_adapter_path", verl_config.engines(config)[0]
     named = OmegaConf.select(config, setting) is not None
     if named and verl_config.lora_rank(config) == 0 and actor.strategy in verl_config.FSDP:
@@ -88,7 +88,7 @@ def adapter_not_loaded(config: DictConfig, environment: Environment) -> Iterator
 
 @rule("setting-moved")
 def legacy_rewards(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """verl has kept these blocks, and its main_ppo reads another: a reward function there is silently not used."""
+    """verl still has these blocks, but its main_ppo reads others: a reward function here is silently not used."""
     for block in {old.partition(".")[0]: None for old in table_of_keys()["unread"]}:
         node: Any = OmegaConf.to_container(config.get(block) or OmegaConf.create(), resolve=False)
         for key in keys_of(node, f"{block}."):
@@ -134,7 +134,7 @@ def asked_features(config: DictConfig) -> list[str]:
 
 
 def _own_loops(config: DictConfig) -> bool:
-    """Whether there may be agent loops that return several outputs a session, which none of verl's nor ours does."""
+    """Return whether an agent loop may return several outputs a session; verl's loops and ours return one."""
     agent = config.actor_rollout_ref.rollout.agent
     known = ("single_turn_agent", "tool_agent", verl_config.AGENT_LOOP)
     return agent.default_agent_loop not in known or agent.get("agent_loop_config_path") is not None
@@ -142,7 +142,7 @@ def _own_loops(config: DictConfig) -> bool:
 
 @rule("feature-lost")
 def lost_features(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """The hosts are in the tested range, and one of their symbols is not: what needs it would break, or not come."""
+    """A symbol of verl or vLLM differs, although the version is in the tested range: its feature would fail."""
     for name, lost in environment.lost.items():
         setting, without, severity = FEATURES[name]
         problem = f"{name} is not available: {'; '.join(f'{symbol} {wrong}' for symbol, wrong in lost.items())}"

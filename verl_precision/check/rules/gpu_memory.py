@@ -1,8 +1,8 @@
 """Estimates the GPU memory of a run from the model's shape: the numbers of docs/scales.md.
 
-It is good to some GiB: allocators fragment, kernels keep workspaces. Nothing here was measured on a GPU. A peak above
-nine tenths of a GPU is therefore a warning, and one above eleven tenths an error. Of what the arithmetic does not know
-(a critic, other engines than FSDP) the verdict says that memory was not looked at.
+The estimate is accurate to some GiB: allocators fragment, kernels keep workspaces. Nothing here was measured on a GPU.
+A peak above nine tenths of a GPU is therefore a warning, and a peak above eleven tenths an error. For a run beyond the
+arithmetic (a critic, other engines than FSDP) the verdict lists memory as not looked at.
 """
 
 import re
@@ -16,22 +16,22 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.verl_config import FSDP, Engine, engine_kwargs, engines, lora_rank
 from verl_precision.check.rules.rule import Environment, Fault, Severity, rule
 
-FILLED, FAR_OVER = 0.9, 1.1  # Shares of a GPU: the arithmetic is good to some GiB either way.
-OF_GPU = "memory-training"  # the rule of a GPU below
+FILLED, FAR_OVER = 0.9, 1.1  # shares of a GPU: the estimate is accurate to some GiB
+OF_GPU = "memory-training"  # name of the rule below
 ACTOR = "actor_rollout_ref.actor"
 OFFLOAD = f"{ACTOR}.fsdp_config.offload_policy=True"
 GIB = 1 << 30
 HALF, SINGLE = 2, 4  # bytes
 STATE = 4 * SINGLE  # FP32 master weight, gradient, Adam's two moments
-# Of one transformer layer being recomputed: 34 bytes a token and hidden element in 16 bits (Korthikanti et al. 2022,
+# One transformer layer being recomputed: 34 bytes a token and hidden element in 16 bits (Korthikanti et al. 2022,
 # arXiv:2205.05198, section 4.1, without the attention matrix, which flash-attn does not keep).
 LAYER_ACTIVATIONS = 34
-# FP32 arrays of one chunk's logits that live at once, measured on an H100; `log_prob_chunk_tokens` of the presets
+# FP32 arrays of one chunk's logits that exist at once, measured on an H100; `log_prob_chunk_tokens` of the presets
 CHUNK_TOKENS, CHUNK_COPIES = 512, 5
 REST = 6 * GIB  # CUDA context, NCCL, fragmentation, and what vLLM keeps while it sleeps
 # Of sdpa's mask for packed sequences: a byte an element, and 4 more in FP32 while a layer attends (docs/precision.md).
 MASK, MASK_FP32 = 1, 5
-# GiB of a GPU whose name does not say them, by a word of its name (makers' data sheets).
+# Memory in GiB of GPUs whose name does not contain it, by a word of the name (makers' data sheets).
 GPU_GIB = {
     **{"B200": 180, "GB200": 186},
     **{"A100": 80, "A800": 80, "H100": 80, "H800": 80, "H20": 96, "H200": 141},
@@ -73,7 +73,7 @@ class ModelShape:
 
 
 def shape_of(described: Mapping[str, Any]) -> ModelShape | None:
-    """Return the shape of a decoder that the content of its `config.json` describes; None if that says too little."""
+    """Return the shape of a decoder from the content of its `config.json`; None if too little is there."""
     keys = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")
     if any(not isinstance(described.get(key), int) for key in keys) or "kv_lora_rank" in described:
         return None  # latent attention has other weights
@@ -92,7 +92,7 @@ def shape_of(described: Mapping[str, Any]) -> ModelShape | None:
 
 
 def gpu_memory(name: str) -> int | None:
-    """Return the bytes of memory of a GPU by the driver's name or a part of it; None for one that is not known."""
+    """Return the bytes of memory of a GPU by the driver's name or a part of it; None for an unknown GPU."""
     if said := re.search(r"(\d+) ?GB", name):
         return int(said[1]) * GIB
     known = [GPU_GIB[word] for word in re.findall(r"\w+", name.upper()) if word in GPU_GIB]
@@ -100,7 +100,7 @@ def gpu_memory(name: str) -> int | None:
 
 
 def require_known_gpu(name: str) -> str:
-    """Return the name of a GPU that a user chose; refuse one whose memory neither a table nor the name itself says."""
+    """Return the name of a GPU that a user chose; refuse it if its memory is neither in the table nor in the name."""
     if gpu_memory(name) is None:
         allowed = f"{', '.join(sorted(GPU_GIB))}, or a name with its memory, such as 'RTX 6000 48GB'"
         raise ConfigurationError("this GPU is not in the table", setting="--gpu", value=name, allowed=allowed)
@@ -108,22 +108,22 @@ def require_known_gpu(name: str) -> str:
 
 
 def state_bytes(model: ModelShape, gpus: int, width: int = STATE) -> int:
-    """Return bytes a GPU of state that is sharded over some GPUs, with `width` bytes a parameter."""
+    """Return the bytes on each GPU of a state that is sharded over GPUs, with `width` bytes a parameter."""
     return width * model.parameters // gpus
 
 
 def gathered_bytes(model: ModelShape, width: int = HALF) -> int:
-    """Return bytes a GPU of what FSDP2 gathers, of numbers of `width` bytes.
+    """Return the bytes on each GPU of the numbers that FSDP2 gathers, with `width` bytes a number.
 
-    Embedding and head stay; with them their gradient, and that in FP32 for its reduction: 2 + 2 + 4 in 16 bits.
-    Of the layers, two are there at a time (one in use, one on its way), and the gradient of one: 2 x 2 + 2 + 4.
+    Embedding and head stay, with their gradient and its FP32 copy for the reduction: 2 + 2 + 4 in 16 bits.
+    Of the layers, two are there at a time (one in use, one on its way), and one gradient: 2 x 2 + 2 + 4.
     """
     copy = SINGLE if width == HALF else 0
     return (2 * width + copy) * model.ends_parameters + (3 * width + copy) * model.layer_parameters
 
 
 def activation_bytes(model: ModelShape, tokens: int, width: int = HALF, checkpointing: bool = True) -> int:
-    """Return bytes of activations of a micro-batch.
+    """Return the bytes of activations of a micro-batch.
 
     The input of each layer; one layer recomputed, or all layers without checkpointing; with experts also each token's
     copies into and inside its experts; logits and their gradient; one FP32 chunk.
@@ -205,9 +205,9 @@ def memory_training(config: DictConfig, environment: Environment) -> Iterator[Fa
 
 
 def _state(config: DictConfig, engine: Engine) -> int:
-    """Return bytes a parameter of the state of trainer and reference while they work."""
+    """Return the bytes a parameter of the state of trainer and reference in an update."""
     if engine.strategy == "fsdp2" and engine.node.get("offload_policy"):
         return 0
-    if lora_rank(config):  # of frozen weights there are neither gradients nor moments, and no reference of its own
+    if lora_rank(config):  # frozen weights: no gradients, no moments, no second copy for the reference
         return SINGLE
     return STATE + (SINGLE if len(engines(config)) > 1 else 0)

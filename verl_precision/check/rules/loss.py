@@ -16,12 +16,12 @@ CORRECTION = "algorithm.rollout_correction"
 BYPASS = f"{CORRECTION}.bypass_mode"
 LOSS_CORRECTION = f"{ACTOR}.policy_loss.rollout_correction"
 RATIO_SOURCE = f"{ACTOR}.fsdp_config.shadow.ratio_source"
-MAX_USUAL_THRESHOLD = 10  # Beyond verl's documented 1.5 to 10; `1_5` and `2_10` are read as 15 and 210.
-SYMMETRY = 0.01  # log(lower x upper) of a band that is the same both ways round
+MAX_USUAL_THRESHOLD = 10  # verl documents 1.5 to 10; YAML reads `1_5` and `2_10` as 15 and 210.
+SYMMETRY = 0.01  # |log(lower x upper)| up to which a band counts as symmetric
 
 
 def weighs_responses(config: DictConfig) -> bool:
-    """Whether the loss has importance weights, or is given some: an effective sample is one of them."""
+    """Return whether the loss has importance weights, or gets some: only then there is an effective sample."""
     needs, given = _needs(config), _correction(config).get("rollout_is")
     return "rollout_log_probs" in needs or bool("rollout_is_weights" in needs and given)
 
@@ -30,7 +30,7 @@ def weighs_responses(config: DictConfig) -> bool:
 def normalizer_missing(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """seq-mean-token-sum-norm without its constant divides by the padded width of each micro-batch.
 
-    A loss or an estimator of this package has the constant in its equation, and refuses to train without. verl's own
+    A loss or an estimator of this package has the constant in its equation, and does not train without it. verl's own
     losses train, with gradients that depend on how a batch is cut: a warning.
     """
     actor = config.actor_rollout_ref.actor
@@ -52,7 +52,7 @@ def kl_twice(config: DictConfig, environment: Environment) -> Iterator[Fault]:
 
 @rule("bypass-without-loss")
 def bypass_without_loss(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """`bypass_mode` swaps the old log-probs, and in the V1 trainer nothing else of what was asked for."""
+    """In the V1 trainer `bypass_mode` replaces the old log-probs; the correction's other settings have no effect."""
     if _takes_rollout_as_old(config) and (ignored := _ignored_in_bypass(config)):
         problem = f"verl's V1 trainer ignores {' and '.join(ignored)} here, so the clip acts on the mismatch"
         remedy = "Choose estimator=pg_seq_is, pg_seq_tis or pg_seq_mis."
@@ -61,7 +61,7 @@ def bypass_without_loss(config: DictConfig, environment: Environment) -> Iterato
 
 @rule("setting-ignored", "warning")
 def weights_unread_in_bypass(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """In bypass mode the V1 trainer leaves out the step that makes weights; a loss that knows the mode has its own."""
+    """In bypass mode the V1 trainer computes no weights; a loss for this mode computes its own."""
     correction, loss = _correction(config), _loss(config)
     if loss in POLICY_LOSSES and "rollout_log_probs" in _needs(config):
         for key in ("rollout_is", "rollout_rs"):
@@ -95,7 +95,7 @@ def _ignored_in_bypass(config: DictConfig) -> list[str]:
 
 @rule("threshold-misread")
 def threshold_misread(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """`0.5_5` is a number to YAML: 0.55. So is `1e-9_3`: 1e-93. And one number below 1 is an empty k1 band."""
+    """YAML reads `0.5_5` as 0.55, and `1e-9_3` as 1e-93. A single number below 1 is an empty k1 band."""
     for path, correction in _corrections(config).items():
         rejects, setting = correction.get("rollout_rs_threshold"), f"{path}.rollout_rs_threshold"
         if "k1" in str(correction.get("rollout_rs")) and isinstance(rejects, int | float) and not rejects > 1:
@@ -106,7 +106,7 @@ def threshold_misread(config: DictConfig, environment: Environment) -> Iterator[
         ours = kind is not None if path == CORRECTION else "threshold" in _needs(config)
         bounds, setting = kind.bounds if kind else limits.require_threshold, f"{path}.rollout_is_threshold"
         said = list(faults_raised_by(bounds, value, setting)) if ours else []
-        yield from said  # this package's losses and weights say it in their own words
+        yield from said  # this package's losses and weights have their own messages
         bounds_ratio = bounds is limits.require_threshold and correction.get("rollout_is")
         if said or not bounds_ratio or not isinstance(value, int | float) or 1 <= value <= MAX_USUAL_THRESHOLD:
             continue
@@ -134,14 +134,14 @@ def k1_bounds_inverted(config: DictConfig, environment: Environment) -> Iterator
             first, last = f"{1 / high:.4g}", f"{1 / low:.4g}"
             problem = f"{name} compares -log r: ratios in [{first}, {last}] are kept, not [{low:g}, {high:g}]"
             allowed = "a band of reciprocals, such as 0.5_2.0"
-            remedy = f"To keep [{low:g}, {high:g}] set {setting}={first}_{float(last)}."  # a point: else YAML's number
+            remedy = f"To keep [{low:g}, {high:g}] set {setting}={first}_{float(last)}."  # with a point: not a number
             yield Fault(setting, problem, allowed, remedy)
 
 
 def _band(text: str) -> tuple[float, float] | None:
     try:
         low, high = map(float, text.split("_"))
-    except ValueError:  # not a band; verl says so itself when it parses it
+    except ValueError:  # not a band; verl reports it when it parses the value
         return None
     return (low, high) if low > 0 and high > 0 else None
 
@@ -156,9 +156,9 @@ def loss_settings(config: DictConfig, environment: Environment) -> Iterator[Faul
     if "rejection_threshold" in needs:
         rejects = own.get("rollout_rs_threshold")
         yield from faults_raised_by(limits.require_divergence, rejects, limits.REJECTION_THRESHOLD)
-    if "rollout_log_probs" not in needs:  # it gets them in bypass mode of verl's V1 trainer only
+    if "rollout_log_probs" not in needs:  # such a loss needs no bypass mode
         return
-    if (bypass := _correction(config).get("bypass_mode", False)) is True:  # a copy tells the worker whose they are
+    if (bypass := _correction(config).get("bypass_mode", False)) is True:  # the worker reads a copy
         yield from faults_raised_by(limits.require_bypass, own.get("bypass_mode"), loss)
     else:
         problem = f"loss_mode={loss} weighs by the rollout's log-probs, but verl would recompute the old log-probs"
@@ -194,7 +194,7 @@ def _loss(config: DictConfig) -> str:
 
 
 def _needs(config: DictConfig) -> frozenset[str]:
-    """Return what the chosen loss is called with, if it is one of this package."""
+    """Return the parameters of the chosen loss if it is one of this package, otherwise nothing."""
     entry = POLICY_LOSSES.get(_loss(config))
     return frozenset() if entry is None else entry.parameters
 

@@ -1,6 +1,6 @@
-"""All rules, the function that asks them, and what a preset has to do with the answers: one finding for one cause.
+"""All rules, the function that applies them, and one finding for each word of the command that wins over a preset.
 
-The rules of presets: parts without effect, because an option of the command or another loss wins.
+The rules of presets find parts without effect, because a word of the command or another loss wins.
 """
 
 import importlib
@@ -27,10 +27,10 @@ for _module in pkgutil.iter_modules(rules.__path__, f"{rules.__name__}."):
     if _module.name != __name__:
         importlib.import_module(_module.name)
 
-# What cannot work at all comes before what is wrong about it; else the order of names.
+# These findings come first, because with them no run works at all; all others are in the order of names.
 FIRST = ("plugin-not-loaded", "verl-refuses", "value-out-of-range", "name-unknown", "model-missing", "not-exact")
-ABSENT = ("model-missing", "files-missing")  # a path that is not here is why something is unknown: one cause
-# Settings whose rules stand beside the plugin, with the tool that acts on them.
+ABSENT = ("model-missing", "files-missing")  # a missing path makes facts unknown: one cause
+# Settings whose rules are beside the plugin, in the tool that acts on the setting.
 PROMISED = (
     "mismatch.alarm.on_alarm:rescue",
     "actor_rollout_ref.actor.fsdp_config.learning_rate_ess_base",
@@ -40,7 +40,7 @@ PROMISED = (
 NAME = "preset-overruled"
 OF_PRESETS = (NAME, "preset-not-in-force")
 MEANT = " If you want this, add +presets=yield."
-# What follows where a word wins: end of the setting's path, how serious it is, in a few words. The first that fits.
+# Effect of a word that wins: end of the setting's path, severity, a short text. The first row that fits counts.
 _EFFECTS: tuple[tuple[str, Severity, str], ...] = (
     (r"policy_loss\.loss_mode", "error", "another loss is trained, and the preset's loss is not used"),
     (r"bypass_mode", "error", "the ratio has another denominator"),
@@ -59,11 +59,11 @@ _EFFECTS: tuple[tuple[str, Severity, str], ...] = (
 
 
 def find_faults(config: DictConfig, environment: Environment, this_machine: bool = True) -> list[Fault]:
-    """Ask every rule; return the faults: errors, warnings, what could not be looked at.
+    """Apply every rule; return the faults: errors, warnings, unchecked facts.
 
-    The config has Hydra's own node where a precision preset names two dtypes. Unless the run starts on this machine,
-    faults of this machine are warnings, but for a model that is not there and that no recipe's script makes. Where the
-    run is for another machine (`environment.elsewhere`), they are not faults: that machine could not be looked at.
+    The config needs Hydra's own node if a precision preset names two dtypes. Unless the run starts on this machine,
+    faults of this machine are warnings, except a missing model that no recipe's script makes. If the run is for another
+    machine (`environment.elsewhere`), they are unchecked facts, because that machine was not looked at.
 
     Raises:
         ConfigurationError: If the rules of a setting that is in use are not installed beside the plugin.
@@ -77,7 +77,7 @@ def find_faults(config: DictConfig, environment: Environment, this_machine: bool
 def _ask(
     config: DictConfig, names: Collection[str] = (), *, environment: Environment, this_machine: bool
 ) -> list[Fault]:
-    """Ask the rules of some names, or all."""
+    """Return the faults of the rules with these names, or of all rules."""
     faults: list[Fault] = []
     for each in sorted(RULES, key=lambda of: (of.name not in FIRST, of.name)):
         if not names or each.name in names:
@@ -85,7 +85,7 @@ def _ask(
             if each.of_machine and not this_machine:
                 found = [_of_this_machine(fault, each, config, environment.elsewhere) for fault in found]
             faults += found
-    if any(_refuses_the_loss(each) for each in faults):  # whose setting is corrected first
+    if any(_refuses_the_loss(each) for each in faults):  # its setting must be corrected first
         faults = [each for each in faults if each.name != "loss-unusable"]
     told, absent = environment.unknown, {each.setting for each in faults if each.name in ABSENT}
     if environment.elsewhere and not this_machine:
@@ -96,12 +96,12 @@ def _ask(
 
 def _refuses_the_loss(fault: Fault) -> bool:
     places = ("actor_rollout_ref.actor", "algorithm.rollout_correction")
-    others = fault.name not in ("loss-unusable", OF_GPU)  # what exceeds a GPU refuses no run
+    others = fault.name not in ("loss-unusable", OF_GPU)  # too little GPU memory refuses no run
     return fault.severity == "error" and others and fault.setting.startswith(places)
 
 
 def _of_this_machine(fault: Fault, rule: Rule, config: DictConfig, elsewhere: str) -> Fault:
-    """Return a fault of the machine at hand as it counts where a config is only checked there."""
+    """Return a fault of this machine, with its severity if the config is only checked on this machine."""
     if elsewhere:
         problem = f"{fault.problem} The run is for another machine ({elsewhere}), so this check did not look at it."
         remedy = f"Check again on that machine. There: {fault.remedy}"
@@ -113,7 +113,7 @@ def _of_this_machine(fault: Fault, rule: Rule, config: DictConfig, elsewhere: st
 
 @rule(NAME, "warning")
 def preset_overruled(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """Hydra lets words of the command win over presets, and says nothing of it."""
+    """Hydra lets words of the command win over presets, without a message."""
     wins = OmegaConf.select(config, WIN)
     found = [each for each in winning_words(config) if each.contradicts] if wins is not False else []
     if wins and found:  # they were not replaced
@@ -153,10 +153,10 @@ def distilled(config: DictConfig, environment: Environment) -> Iterator[Fault]:
 def one_for_a_cause(
     config: DictConfig, faults: list[Fault], ask: Callable[[DictConfig, Collection[str]], list[Fault]]
 ) -> Iterator[Fault]:
-    """Yield the faults of a config, but one for each word that wins over a preset, and none for what follows from it.
+    """Yield the faults of a config, with one fault for each word that wins over a preset, and without its consequences.
 
-    What follows is what is gone where the presets win; of that the rules that found something are asked again. Another
-    rule that blames the word's own setting knows the effect better: the two become one.
+    A consequence is a fault that is gone if the presets win: the rules that found faults are applied again to such a
+    config. A fault of the word's own setting describes the effect better: it is joined with the word's fault.
     """
     words = {each.setting: each for each in faults if each.name == NAME and each.setting != WIN}
     if not words:
@@ -177,7 +177,7 @@ def one_for_a_cause(
 
 
 def _joined(word: Fault, other: Fault) -> Fault:
-    """Return the graver of two faults of one setting, which says both, with the remedy of the word."""
+    """Return the graver of two faults of one setting, with both problems and the remedy of the word."""
     graver = min(other, word, key=lambda each: each.rank)
     problem = f"{word.problem.rpartition(': ')[0]}: {other.problem}"
     remedy = word.remedy if graver is word else word.remedy.partition(MEANT)[0]  # the other rule refuses it anyway
@@ -185,7 +185,7 @@ def _joined(word: Fault, other: Fault) -> Fault:
 
 
 def without_chosen(fault: Fault, config: DictConfig) -> Fault:
-    """Return a fault whose remedy asks for no preset that is chosen: something replaces a part of that one."""
+    """Return a fault whose remedy names no chosen preset, because something replaces a part of that preset."""
     choices = OmegaConf.select(config, "hydra.runtime.choices") or {}
     for group in preset_groups():
         asks = rf"a {group} preset|(?<![\w.]){group}=(\w+(, | or ))*{choices.get(group)}\b"

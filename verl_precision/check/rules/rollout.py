@@ -23,7 +23,7 @@ from verl_precision.check.who_decides import decisions
 from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 from verl_precision.losses.registry import POLICY_LOSSES
 
-# What leaves the distribution as it is.
+# Values that do not change the distribution.
 NEUTRAL = {"temperature": (1,), "top_p": (1,), "top_k": (-1, 0), "custom.min_p": (None, 0)}
 MASKS = f"{ROLLOUT}.custom.sampling_masks"
 MERGE = "actor_rollout_ref.model.lora.merge"
@@ -31,7 +31,7 @@ MERGE = "actor_rollout_ref.model.lora.merge"
 
 @rule("validation-repeats", "warning")
 def validation_repeats(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """A greedy rollout gives one response, however often it is asked for one; verl's validation is greedy."""
+    """A greedy rollout gives the same response each time; verl's validation is greedy."""
     kwargs, setting = config.actor_rollout_ref.rollout.val_kwargs, f"{ROLLOUT}.val_kwargs.n"
     greedy = [f"{key}={value}" for key, value in (("temperature", 0), ("top_k", 1)) if kwargs.get(key) == value]
     validates = config.trainer.test_freq > 0 or config.trainer.get("val_before_train")
@@ -103,7 +103,7 @@ def logprobs_missing(config: DictConfig, environment: Environment) -> Iterator[F
 
 @rule("agent-loop")
 def agent_loop(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """What our agent loop reads, and the agent loop, belong together; the loop speaks to vLLM."""
+    """The settings that our agent loop reads need this loop, and the loop needs vLLM."""
     rollout, custom = config.actor_rollout_ref.rollout, f"{ROLLOUT}.custom"
     of_loop = {key: OmegaConf.select(config, f"{custom}.{key}") for key in OF_LOOP}
     given, stop = [key for key in OF_LOOP if of_loop[key] is not None], of_loop["stop"]
@@ -158,7 +158,7 @@ def sampling_masks(config: DictConfig, environment: Environment) -> Iterator[Fau
 
 @rule("adapter-not-loadable")
 def adapter_not_loadable(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """verl calls a method of vLLM to load LoRA adapters that vLLM has since renamed."""
+    """To load LoRA adapters verl calls a method of vLLM that vLLM has since renamed."""
     if config.actor_rollout_ref.rollout.name != "vllm" or not uses_adapter(config):
         return
     if (vllm := environment.vllm) is not None and not loads_adapters(vllm):
@@ -169,8 +169,8 @@ def adapter_not_loadable(config: DictConfig, environment: Environment) -> Iterat
 
 @rule("adapter-not-delivered")
 def adapter_not_delivered(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """Of its checkpoint engines, verl gives adapters to `naive` alone; the others get the base weights at each sync."""
-    trains_adapters = engines(config)[0].strategy in (*FSDP, "megatron")  # the others train the whole model
+    """Only verl's checkpoint engine `naive` sends adapters; the others send the base weights at each sync."""
+    trains_adapters = engines(config)[0].strategy in (*FSDP, "megatron")  # other engines train the whole model
     if uses_adapter(config) and trains_adapters and (backend := sync_backend(config)) != "naive":
         problem = f"verl 0.9.1 sends the base weights alone over {backend}: the rollout gets no LoRA adapter"
         remedy = f"Set {MERGE}=True, or let trainer and rollout share GPUs (trainer_mode=vp_sync)."
@@ -178,7 +178,7 @@ def adapter_not_delivered(config: DictConfig, environment: Environment) -> Itera
 
 
 def importance_ratios(config: DictConfig) -> str | None:
-    """Return the setting that makes ratios between trainer and rollout, or None."""
+    """Return the setting that turns on importance ratios between trainer and rollout, or None."""
     correction = config.algorithm.get("rollout_correction") or {}
     for key in ("rollout_is", "rollout_rs", "bypass_mode"):
         if correction.get(key):

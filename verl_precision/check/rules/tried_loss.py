@@ -12,7 +12,7 @@ from verl_precision.losses.invariance import DEPENDS
 
 ACTOR, WEIGHTS = "actor_rollout_ref.actor", "algorithm.rollout_correction.rollout_is"
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
-LARGE = 0.3  # from this share of the gradient on, another cut is another run
+LARGE = 0.3  # from this share of the gradient on, another split is another run
 LARGE_OF_DRAWS = 1.0  # a loss that draws a share of the tokens draws at least one of a small batch
 THREADS = {"geo_mean": "verl#7913", "kl_cov": "verl#7829"}
 AGGREGATE = "Aggregate with verl's agg_loss(..., **config.global_batch_info)"
@@ -20,7 +20,7 @@ AGGREGATE = "Aggregate with verl's agg_loss(..., **config.global_batch_info)"
 
 @rule("loss-not-tried", "unchecked")
 def loss_not_tried(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """Somebody's own loss could not be called."""
+    """A user's own loss could not be called."""
     tried = environment.loss
     if tried is not None and tried.problem and not _of_host(tried):
         problem = f"the loss could not be tried on a small batch: {tried.problem}. Whether it is finite, and whether "
@@ -32,7 +32,7 @@ def loss_not_tried(config: DictConfig, environment: Environment) -> Iterator[Fau
 
 @rule("loss-unusable")
 def loss_unusable(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """verl's first update ends with it, or trains what nobody meant."""
+    """The loss ends verl's first update, or does not train what its user wants."""
     tried = environment.loss or TriedLoss()
     if said := tried.unusable or (tried.problem if _of_host(tried) else ""):
         allowed = "a loss that returns a scalar with a gradient, and a dictionary of metrics"
@@ -53,7 +53,7 @@ def loss_unusable(config: DictConfig, environment: Environment) -> Iterator[Faul
 
 @rule("loss-depends-on-cut", "warning")
 def loss_depends_on_cut(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """The gradient of the parts is not that of the whole."""
+    """The gradient depends on how a batch is split into micro-batches."""
     tried = environment.loss
     if tried is None or (trial := tried.trial) is None or trial.nonfinite:
         return
@@ -78,7 +78,7 @@ def loss_depends_on_cut(config: DictConfig, environment: Environment) -> Iterato
 
 @rule("loss-ignores-setting")
 def loss_ignores_weights(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """Importance weights were asked for, and change nothing."""
+    """Importance weights are computed, but change nothing."""
     if environment.loss is not None and environment.loss.ignores_weights:
         problem = f"importance weights are computed, but loss_mode={OmegaConf.select(config, LOSS)} does not apply them"
         allowed = "null, or a loss that applies rollout_is_weights"
@@ -91,7 +91,7 @@ def loss_unlike_paper(config: DictConfig, environment: Environment) -> Iterator[
     name, actor = OmegaConf.select(config, LOSS), config.actor_rollout_ref.actor
     chosen = "estimator" in (OmegaConf.select(config, "hydra.runtime.choices") or {}) and name.startswith("vp_")
     others = environment.loss is not None and environment.loss.owner and not _of_host(environment.loss)
-    if chosen or others:  # a preset has the paper's; somebody else's loss has a paper of its own
+    if chosen or others:  # a preset has the paper's values; a user's own loss has its own paper
         return
     for paper in table_of(__file__, "papers.yaml"):
         unlike = list(_unlike(paper["settings"], actor)) if name in paper["losses"] else []
@@ -116,12 +116,12 @@ def _unlike(settings: list[list[Any]], actor: DictConfig) -> Iterator[tuple[str,
 
 
 def _of_host(tried: TriedLoss) -> bool:
-    """Whether the loss is verl's or this package's."""
+    """Return whether the loss is verl's or this package's."""
     return tried.owner.startswith(("verl.", "verl_precision."))
 
 
 def _cut(config: DictConfig) -> tuple[int, int | None]:
-    """Return the data-parallel ranks, and the micro-batches of an update on one; None: it depends on lengths."""
+    """Return the data-parallel ranks, and the micro-batches of an update on one rank; None: it depends on lengths."""
     actor, engine = config.actor_rollout_ref.actor, engines(config)[0]
     split = engine.ulysses[1]
     for of_megatron in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
