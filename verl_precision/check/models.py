@@ -40,14 +40,14 @@ CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")  # a folder of the hub's c
 
 @dataclass(frozen=True)
 class Described:
-    """What is known of a model."""
+    """The known facts about a model."""
 
     content: Mapping[str, Any] = field(default_factory=dict)  # of its config.json; empty where nothing is known
-    taken_from: str = ""  # name of the known model that it is guessed from; empty where it is the model's own
+    taken_from: str = ""  # the known model whose facts are used; empty: the facts are the model's own
 
 
 def described(name: str, setting: str) -> Described:
-    """Return what is known of a model that a setting names by its path or name."""
+    """Return the known facts about a model that a setting names by its path or name."""
     folder = os.path.expanduser(name)
     if os.access(os.path.join(folder, "config.json"), os.R_OK):
         return Described(read_config(Path(folder), setting))
@@ -62,7 +62,7 @@ def described(name: str, setting: str) -> Described:
 
 
 def model_config(config: DictConfig, owner: str = "actor_rollout_ref") -> Mapping[str, Any]:
-    """Return what is known of the content of a model's `config.json`."""
+    """Return the known content of a model's `config.json`."""
     return described(str(config[owner].model.path), f"{owner}.model.path").content
 
 
@@ -111,7 +111,7 @@ def known_models() -> dict[str, dict[str, Any]]:
 
 
 def by_name(name: str) -> Described:
-    """Return what is known of a model by its name: a name of the hub, or the last part of a path.
+    """Return the known facts about a model by its name: a name of the hub, or the last part of a path.
 
     The full name of a known model, in upper or lower case, gives all its facts. Otherwise the last part of the name,
     without ends that keep the shape (`VARIANT`), gives all facts but the length of the context.

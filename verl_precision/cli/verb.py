@@ -38,7 +38,7 @@ _TYPES = {"int": "N", "float": "NUMBER", "Path": "PATH"}
 class _Verbs(TyperGroup):
     """The installed verbs, each imported when it is used.
 
-    Their option --help has the default False: for an option without default Typer imports pydantic, for 0.1 s.
+    Their option --help has the default False: without a default Typer imports pydantic, which takes 0.1 s.
     """
 
     commands: dict[str, metadata.EntryPoint]  # type: ignore[assignment]

@@ -191,7 +191,7 @@ def set_within(variable: ContextVar[ValueT], value: ValueT) -> Iterator[None]:
 
 
 def wrap_actor_method_once(module_name: str, name: str, wrapper: Callable) -> None:
-    """Wrap an async method of a future Ray actor, without `__wrapped__`, behind which Ray calls the original."""
+    """Wrap an async method of a future Ray actor, without `__wrapped__`: Ray would call the method that it names."""
     entry, module, owner, last = _patched(module_name, name)
     method: Any = getattr(owner, last, None)
     if hasattr(method, "__verl_precision__"):

@@ -13,7 +13,7 @@ from verl_precision.integration.trainer.saving import saves
 ADAM_EPS = 1e-8  # torch's default
 FP16_ZERO = 2.0**-25  # half of FP16's smallest subnormal: numbers up to it round to zero
 # `_FLOAT16_NOT_SUPPORTED_MODELS` in vllm/config/model.py of 0.28.0 (tests/check/rules/test_rules.py compares them);
-# plamo2 is in an older list.
+# the list of older releases has plamo2.
 VLLM_REFUSES_FP16 = ("gemma2", "gemma3", "gemma3_text", "glm4", "plamo2")
 
 
@@ -22,7 +22,7 @@ def dtype_ignored(config: DictConfig, environment: Environment) -> Iterator[Faul
     """verl documents `fsdp_config.dtype`, and its FSDP engine never reads it."""
     for engine in engines(config):
         said = short(engine.node.get("dtype", "bf16"))
-        # bfloat16 is verl's default, so perhaps no user has set it; this package's engine refuses it by itself
+        # bfloat16 is verl's default, so perhaps no user has set it; this package's engine refuses this itself
         if engine.verls_fsdp and said not in ("bf16", engine.compute):
             problem = f"verl's FSDP engine reads {engine.source} instead, and computes in {engine.compute}"
             remedy = f"Choose precision={said}, or set {engine.setting}.mixed_precision.param_dtype={said}."
@@ -64,7 +64,7 @@ def differs_from_actor(config: DictConfig, environment: Environment) -> Iterator
 
 @rule("half-weights", "warning")
 def half_weights(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """The reference holds its weights in 16 bits, or gradients are summed in them."""
+    """The reference holds its weights in 16 bits, or gradients are summed in 16 bits."""
     for engine in engines(config):
         if engine.trains and (engine.our_fsdp or engine.verls_fsdp) and engine.reduce in HALF:
             setting = f"{engine.setting}.mixed_precision.reduce_dtype"

@@ -1,4 +1,4 @@
-"""Features that the trainers and hosts at hand cannot provide: mains with other trainers, symbols that have changed.
+"""Features that the trainer or the hosts do not provide: mains with other trainers, host symbols that have changed.
 
 Other mains were run on a CPU with verl 0.9.1: docs/versions.md, Mains.
 """
@@ -98,7 +98,7 @@ def legacy_rewards(config: DictConfig, environment: Environment) -> Iterator[Fau
 
 
 def asked_features(config: DictConfig) -> list[str]:
-    """Return the features that a config asks for."""
+    """Return the features that a config turns on."""
     setting = {name: partial(OmegaConf.select, config, row[0]) for name, row in FEATURES.items() if row[0]}
     on_cpu, all_engines = config.trainer.device == "cpu", verl_config.engines(config)
     ours = mode if (mode := verl_config.trainer_to_start(config)) in FEATURES else ""

@@ -134,7 +134,7 @@ def k1_bounds_inverted(config: DictConfig, environment: Environment) -> Iterator
             first, last = f"{1 / high:.4g}", f"{1 / low:.4g}"
             problem = f"{name} compares -log r: ratios in [{first}, {last}] are kept, not [{low:g}, {high:g}]"
             allowed = "a band of reciprocals, such as 0.5_2.0"
-            remedy = f"To keep [{low:g}, {high:g}] set {setting}={first}_{float(last)}."  # with a point: not a number
+            remedy = f"To keep [{low:g}, {high:g}] set {setting}={first}_{float(last)}."  # the point keeps it text
             yield Fault(setting, problem, allowed, remedy)
 
 
@@ -148,7 +148,7 @@ def _band(text: str) -> tuple[float, float] | None:
 
 @rule("loss-settings")
 def loss_settings(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """The clip range of a loss of this package, its threshold of rejection, and the log-probs that it weighs by."""
+    """Settings of this package's losses: the clip range, the rejection threshold, and bypass mode."""
     needs, own, loss = _needs(config), _corrections(config)[LOSS_CORRECTION], _loss(config)
     if "clip_low" in needs:
         actor = config.actor_rollout_ref.actor

@@ -61,9 +61,9 @@ class Machine:
 class TriedLoss:
     """The result of calling the policy loss in force."""
 
-    trial: Trial | None = None  # None if it could not be called, or cannot be trained with
+    trial: Trial | None = None  # None if the loss cannot be called, or returns nothing to train with
     problem: str = ""  # why it could not be called
-    unusable: str = ""  # what is wrong with what it returns
+    unusable: str = ""  # what is wrong with its results
     owner: str = ""  # module and name of its function; empty where that was not found
     ignores_weights: bool = False  # whether rollout weights are computed but change nothing
 
@@ -78,16 +78,16 @@ class Environment:
     critic: Mapping[str, Any] = field(default_factory=dict)  # the same for the critic's model
     served: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # for each served model, by its setting
     adapter: Mapping[str, Any] = field(default_factory=dict)  # of `adapter_config.json`; empty where none is loaded
-    refusals: tuple[VerlPrecisionError, ...] = ()  # what verl's own validators and registries refuse
+    refusals: tuple[VerlPrecisionError, ...] = ()  # errors of verl's own validators and registries
     misspelt: tuple[VerlPrecisionError, ...] = ()  # settings that verl does not have, almost spelt as one that it has
     plugin_policy: str | None = None  # `VERL_USE_EXTERNAL_PLUGINS`, if verl did not load the plugin
     cores: int | None = None  # number of CPU cores, which Ray takes for its logical CPUs
     ray_address: str | None = None  # value of `RAY_ADDRESS`
     loss: TriedLoss | None = None  # result of trying the policy loss; None if not tried
-    lost: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # by feature asked for: symbols, their faults
+    lost: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # feature in use -> symbol -> difference
     machine: Machine | None = None  # this machine, or None if it was not looked at
     elsewhere: str = ""  # why the run is for another machine; empty: it is for this machine
-    unknown: tuple[Fault, ...] = ()  # what was looked for and not found
+    unknown: tuple[Fault, ...] = ()  # facts that were not found
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Rule:
     """One rule."""
 
     name: str  # name of its faults; rules about one subject may share it
-    severity: Severity  # severity of its faults, where they do not say another
+    severity: Severity  # severity of its faults, unless a fault has its own
     # yields what is wrong: a pure function of the config and the environment (or the machine)
     look: Callable[[DictConfig, Any], Iterator[Fault]]
     of_machine: bool = False  # whether `look` gets this machine; if a config is only checked, its faults are warnings

@@ -54,7 +54,7 @@ def misspelt_settings(config: DictConfig, environment: Environment) -> Iterator[
 
 @rule("model-overridden")
 def model_overridden(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """`override_config` changes the trainer's model; vLLM loads the one of config.json."""
+    """`override_config` changes the trainer's model; vLLM loads the model of config.json."""
     of_vllm = OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides") or {}
     for key, value in (config.actor_rollout_ref.model.get("override_config") or {}).items():
         if key not in COMPUTED_BY:
@@ -68,13 +68,13 @@ def model_overridden(config: DictConfig, environment: Environment) -> Iterator[F
 
 @rule("mismatch-settings")
 def measuring(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """The blocks `mismatch`, `weight_sync` and `checkpoint`."""
+    """The settings of the blocks `mismatch`, `weight_sync` and `checkpoint` are valid."""
     for settings in (MismatchSettings.from_config, sync_settings, canary_settings, checkpoint_settings):
         yield from faults_raised_by(settings, config)
 
 
 def made_by_a_script(config: DictConfig) -> bool:
-    """Whether the model is one that a recipe's script makes before its run."""
+    """Return whether a recipe's script makes the model before its run."""
     return str(config.actor_rollout_ref.model.path).startswith("outputs/")
 
 

@@ -75,7 +75,7 @@ class Ignored(NamedTuple):
     """A setting that nothing reads where another one has one of these values."""
 
     setting: str
-    default: object  # verl's
+    default: object  # verl's default
     decider: str
     values: tuple[object, ...]
     instead: str = ""  # what counts instead
@@ -144,7 +144,7 @@ def tested_vllm_cpu(config: DictConfig, machine: Machine) -> Iterator[Fault]:
 
 @rule("host-memory-too-small", of_machine=True)
 def host_memory(config: DictConfig, machine: Machine) -> Iterator[Fault]:
-    """The processes of a CPU run fit into memory, weights and messages into /dev/shm. A full one causes a SIGBUS."""
+    """The processes of a CPU run fit into memory, weights and messages into /dev/shm; if it is full: SIGBUS."""
     if config.trainer.device != "cpu":
         return
     if machine.memory < MIN_CPU_MEMORY:

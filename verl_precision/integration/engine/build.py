@@ -183,7 +183,7 @@ def replay_routers(engine: Any, module: nn.Module) -> nn.Module:
 
 
 def record_dtypes(engine: Any, module: nn.Module) -> nn.Module:
-    """Record the dtypes of each forward; before `shard`, with which FSDP1 takes the matrices from the modules."""
+    """Record the dtypes of each forward; before `shard`, because FSDP1 then moves the matrices away."""
     config = engine.engine_config
     head = compute_head_in_fp32(module) if config.fp32_output_head and not engine.is_critic else None
     role = "reference" if config.forward_only else "critic" if engine.is_critic else "actor"

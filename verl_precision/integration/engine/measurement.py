@@ -56,7 +56,7 @@ class MeasureOrder(TypedDict):
 
 @dataclass
 class MeasuredUpdates:
-    """Which updates are measured: the first of a training step, whose weights are still those of the rollout."""
+    """The updates that are measured: the first of a training step, whose weights are still those of the rollout."""
 
     request: MeasureOrder | None = None  # of the update under way
     steps: int = 0
@@ -68,7 +68,7 @@ class MeasuredUpdates:
 
 
 def updates_of(engine: Any) -> MeasuredUpdates:
-    """Return what is known of an engine's updates."""
+    """Return the state of an engine's measured updates."""
     return vars(engine).setdefault("measured_updates", MeasuredUpdates())
 
 

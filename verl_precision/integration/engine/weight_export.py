@@ -114,7 +114,7 @@ def _adapters_on(layer: nn.Module, part: str) -> list[Any]:
 
 
 def adapter_layers(module: Any, merges: bool, targets: object) -> dict[str, Any]:
-    """Return the layers of an actor's adapter, without weights; refuse an adapter that the rollout cannot be sent."""
+    """Return an adapter's layers, without weights; refuse an adapter that cannot be sent to the rollout."""
     if not isinstance(module, PeftModel):
         return {}
     layers, names = layers_without_weights(module), list(module.state_dict())

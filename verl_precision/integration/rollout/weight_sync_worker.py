@@ -47,7 +47,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
     def update_weights_from_ipc(
         self, peft_config: dict | None = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
-        """Receive and load weights as verl does, then verify them; with LoRA and `base_sync_done` the adapter's."""
+        """Receive, load (as verl does) and verify weights; with LoRA and `base_sync_done` they are the adapter's."""
         on_cpu = self.device is not None and self.device.type == "cpu"
         self._sync = sync = Sync(on_cpu, (peft_config or None) if base_sync_done else None)
         try:

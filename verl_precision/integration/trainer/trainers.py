@@ -76,7 +76,7 @@ def _measuring(base: type, mode: str) -> type:
 
         def __init__(self, config):
             _require_rollout_log_probs(config)
-            # verl chooses buffers and settings by the mode's name, so it gets its own mode's.
+            # verl chooses buffers and settings by the mode's name, so the config gets verl's name.
             config.trainer.v1.trainer_mode = mode
             self.config = config
             self.monitor = RunMonitor(self)
