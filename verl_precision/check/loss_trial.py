@@ -77,7 +77,7 @@ def _try(config: DictConfig) -> TriedLoss:
                 import_external_libs(OmegaConf.to_object(imported) if OmegaConf.is_config(imported) else imported)
             name = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
             if (loss := POLICY_LOSS_REGISTRY.get(name)) is None:
-                return TriedLoss(problem="no loss of this name is registered, by model.external_lib neither")
+                return TriedLoss(problem="no loss of this name is registered, also not by model.external_lib")
             tried = TriedLoss(owner=_owner(loss))
             return _outcome(config, loss, tried)
     except invariance.UnusableLossError as error:

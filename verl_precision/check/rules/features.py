@@ -36,9 +36,9 @@ def parts_of_a_main(config: DictConfig, environment: Environment) -> Iterator[Fa
     if main is None or not OmegaConf.select(config, "mismatch.enabled"):  # no preset is chosen
         return
     problem = (
-        f"{main} has another trainer. There act: precision and loss scale with their metrics, the loss, this check and "
-        "the layers of a weight sync. There do not: metrics and alarm of the mismatch, kept tokens, the canary, "
-        "checkpoints by time or signal"
+        f"{main} starts another trainer. It supports precision and loss scale with their metrics, the loss, this check "
+        "and the layers of a weight sync. It does not support metrics and alarm of the mismatch, kept tokens, the "
+        "canary, and checkpoints by time or signal"
     )
     remedy = f"{_instead(main)} to use all of them, or set mismatch.enabled=False if you do not need them."
     yield Fault("mismatch.enabled", problem, "verl's V1 trainer", remedy)

@@ -152,7 +152,7 @@ def host_memory(config: DictConfig, machine: Machine) -> Iterator[Fault]:
         yield Fault(DEVICE, problem, remedy="Close other programs or use a larger machine.")
     if machine.shared_memory < MIN_SHARED_MEMORY:
         problem = f"/dev/shm has {machine.shared_memory >> 20} MiB free; a CPU run needs {MIN_SHARED_MEMORY >> 20} MiB"
-        yield Fault(DEVICE, problem, remedy="In a container: start it with --shm-size=2g. Else remove stale files.")
+        yield Fault(DEVICE, problem, remedy="In a container: use --shm-size=2g. Otherwise remove stale files.")
 
 
 @rule("ray-resources-too-few")

@@ -114,7 +114,7 @@ def layerwise_reload(model: nn.Module, model_config: object, layers: set[str]) -
             f"{type(model).__name__}: a layer-wise reload of it has begun and not ended: its layers hold no weights, "
             "since an earlier weight sync failed (its error is above), or another package reloads around this one",
             allowed="one reload at a time, begun by this sync or inside it",
-            remedy="Start the run again; if it comes back, report it with what `verl-precision check` shows.",
+            remedy="Start the run again; if the error comes back, report it with the output of `verl-precision check`.",
         )
     for layer in model.modules():
         forget_expert_kernel(layer)

@@ -130,7 +130,7 @@ def adapter_layers(module: Any, merges: bool, targets: object) -> dict[str, Any]
         lost += [name for name in names if COPY in name]
         problem = "vLLM serves neither adapters of experts nor modules that are trained in full (modules_to_save)"
     if unknown := unmerged(found):
-        lost, problem, remedy = unknown, "PEFT does not merge it, nor does vLLM serve it", ""
+        lost, problem, remedy = unknown, "PEFT does not merge it, and vLLM does not serve it", ""
     if lost:
         raise ConfigurationError(
             f"{lost[0]} of the adapter cannot be sent to the rollout: {problem}", setting=f"{MODEL}.target_modules",

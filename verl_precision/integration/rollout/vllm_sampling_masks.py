@@ -77,7 +77,7 @@ def kept_of(log_probs: Any, places: int, returned: int) -> tuple[np.ndarray, np.
     if abs((worst := mass[np.abs(mass - 1).argmax()]) - 1) > _NORMALISED:
         raise ConfigurationError(
             f"vLLM sampled from more than the {returned} tokens that it returned: these have {worst:.4f} of "
-            "the probability. Logits that are equal to the one of rank top_k are all kept",
+            "the probability. vLLM also keeps all logits that equal the logit of rank top_k",
             setting="actor_rollout_ref.rollout.top_k",
             allowed="a top_k with at most 16 further tokens tied at its rank, or the size of the vocabulary",
             remedy="Choose a smaller top_k, or a rollout in FP16 or FP32, which has fewer ties.",

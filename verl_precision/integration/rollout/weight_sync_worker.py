@@ -174,7 +174,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         return [
             f"LoRA adapter {verl_vllm.VLLM_LORA_INT_ID}: {self._without_adapter} weight streams brought base weights "
             "and none an adapter; the initial policy would be sampled. verl sends adapters with "
-            "rollout.checkpoint_engine.backend=naive only; else set model.lora.merge=True"
+            "rollout.checkpoint_engine.backend=naive only; otherwise set model.lora.merge=True"
         ]
 
     def _adapter_problems(self, sync: Sync, peft_config: dict) -> list[str]:

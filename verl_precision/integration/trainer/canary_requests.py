@@ -29,7 +29,7 @@ logger = logging.getLogger("verl_precision.weight_sync")
 CANARY_HELP = (
     "The weights arrived intact, but the engine that serves requests does not use them. Usual causes: a replica that a "
     "sync left out, a LoRA adapter that is not applied, CUDA graphs over old memory, quantised or packed weights that "
-    "were not made anew, or a dtype or context that is not the config's. Compare weight_sync/unverified_layers, start "
+    "were not rebuilt, or a dtype or context that is not the config's. Compare weight_sync/unverified_layers, start "
     "the run again, or set weight_sync.canary.action=log to go on."
 )
 

@@ -124,5 +124,5 @@ def adopt_earlier(checkpoint_manager: Any, local_path: str, keep: int | None) ->
     if keep == 1 and not known:
         whole = whole[:-1]
     if half or whole:
-        logger.info("of earlier starts, counted among the %d to keep: %s", keep, [p.name for p in half + whole])
+        logger.info("earlier checkpoints among the %d to keep: %s", keep, [p.name for p in half + whole])
     checkpoint_manager.previous_saved_paths = [*(str(path / new.name) for path in half + whole), *known]

@@ -32,7 +32,7 @@ logger = logging.getLogger("verl_precision")
 
 @settings("checkpoint.{}".format)
 class CheckpointSettings:
-    """The block `checkpoint`: a run saves after its last step, and when its latest checkpoint is old enough."""
+    """The block `checkpoint`: a run saves after its last step, and `every_minutes` after its latest checkpoint."""
 
     every_minutes: float = Field(default=0.0, ge=0, strict=True, allow_inf_nan=False, description="Set 60, or 0: off.")
 
