@@ -75,7 +75,7 @@ def stochastic_rounding_to(_root_: DictConfig) -> str | None:
 
 
 def run_name(_root_: DictConfig) -> str:
-    """Return a run's name from its dtypes and loss: fp16_pg_seq_is, or bf16_train_fp16_rollout_grpo_vp_token_tis."""
+    """Return a run's name of dtypes, loss and weights: fp16_pg_seq_is, or bf16_train_fp16_rollout_grpo_vp_token_tis."""
     from verl_precision.base.verl_config import engines, rollout_dtype
 
     train, rollout = engines(_root_)[0].compute, rollout_dtype(_root_)

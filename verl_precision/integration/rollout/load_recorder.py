@@ -11,7 +11,7 @@ from torch import nn
 from verl_precision.weight_sync.manifest import integers
 from verl_precision.weight_sync.verify import LayerRecord, fresh_parameter, layers_with_parameters, not_built
 
-# Methods, by class name, that change no parameter after loading on an accelerator. Other layers are not verified.
+# Methods, by class name, that change no parameter after loading on an accelerator. Other layers are only counted.
 _COMPARABLE_METHODS = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "NoneType"}
 _EXPERTS_METHOD = "UnquantizedFusedMoEMethod"
 # Kernels of this method that use expert weights as loaded: vLLM's choice on H100. Other kernels shuffle the weights.

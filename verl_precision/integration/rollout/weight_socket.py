@@ -16,7 +16,7 @@ VARIABLE = "VERL_PRECISION_WEIGHT_SOCKET"
 
 
 def choose_name() -> None:
-    """Choose the name of this run's sockets, for all child processes; `compare` removes sockets by its mark."""
+    """Choose the name of this run's sockets, for all child processes: the mark that `compare` gave, or at random."""
     os.environ[VARIABLE] = (os.environ.get(RUN_MARK) or uuid.uuid4().hex)[:12]
 
 

@@ -109,7 +109,7 @@ def adopt_earlier(checkpoint_manager: Any, local_path: str, keep: int | None) ->
     """Add the checkpoints of earlier starts to verl's checkpoint manager, which removes them in its usual order.
 
     Incomplete ones go first; those with a file `KEEP` stay. With `keep=1` verl removes the checkpoints that it knows as
-    soon as the new shards exist. So the newest complete one, from which a run would resume, is not added then.
+    soon as the new shards exist. So the first save does not add the newest complete one, from which a run would resume.
     """
     new = Path(local_path).absolute()
     if not keep or not (name := STEP.match(new.parent.name)):
