@@ -167,7 +167,7 @@ def _typed(config: DictConfig) -> Iterator[ConfigurationError]:
     """Build verl's typed configs, and let verl validate the whole config."""
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-    if lora_rank(config):  # for the rank verl imports vLLM, which takes long; a rule checks the rank
+    if lora_rank(config):  # for the rank verl imports vLLM, which takes long: not checked here
         config = deepcopy(config)
         with open_dict(config):
             config.actor_rollout_ref.model.lora_rank, config.actor_rollout_ref.model.lora = 0, {}
