@@ -43,7 +43,7 @@ setup(
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     # These folders are at the top of the repository, where people look for them, and become parts of the package.
     packages=[*find_packages(include=["verl_precision", "verl_precision.*"]), *SHIPPED],
     package_dir=SHIPPED,

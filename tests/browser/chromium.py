@@ -54,7 +54,7 @@ class Page:
         return wait.until(lambda _: self.js(expression, *arguments), f"never true: {expression} {arguments}")
 
     def click(self, by: str, value: str) -> None:
-        """Click an element once it is there and nothing covers it; one that is replaced meanwhile is looked for again."""
+        """Click an element once it is there and nothing covers it; look again for one that is replaced meanwhile."""
         again = [NoSuchElementException, StaleElementReferenceException, ElementClickInterceptedException]
         wait = WebDriverWait(self.driver, SECONDS, 0.05, again)
         wait.until(lambda driver: driver.find_element(by, value).click() is None, f"not there: {value}")

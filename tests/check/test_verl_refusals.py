@@ -38,6 +38,7 @@ def composed(words: str):
     (JUDGED, "reward.reward_model.rollout.name"),
     (f"{JUDGED} {JUDGE}.name=vllm +{JUDGE}.mode=sync", f"{JUDGE}.mode"),
     ("actor_rollout_ref.actor.profiler.tool_config.npu.level=high", "actor.profiler.tool_config.npu.level"),
+    ("actor_rollout_ref.model.lora_rank=513", "actor_rollout_ref.model.lora_rank"),
     # the key is right in another block, which is not blamed
     ("+actor_rollout_ref.actor.policy_loss.tau_pos=1.0", "actor.policy_loss.tau_pos"),
 ])  # fmt: skip
@@ -50,6 +51,7 @@ def test_verl_refuses_a_block_that_is_enabled(words, setting):
     TAUGHT,
     f"{JUDGED} reward.reward_model.rollout.name=vllm",
     "actor_rollout_ref.actor.use_kl_loss=True",
+    "actor_rollout_ref.model.lora_rank=512",
     "distillation.distillation_loss.loss_mode=k1",  # not enabled, and not built
     "trainer.v1.trainer_mode=vp_separate_async",
 ])  # fmt: skip

@@ -28,6 +28,8 @@ from verl_precision.check.models import teaches
 from verl_precision.check.rules.tables import NUMBERS_OR_NULL, names_in, null_number
 from verl_precision.integration.ledger import lost_symbols
 
+LARGEST_RANK = 512  # of vLLM's `MaxLoRARanks`
+
 
 def refusals(config: DictConfig) -> tuple[ConfigurationError, ...]:
     """Return the errors with which verl refuses a composed config, at most one for each setting."""
@@ -167,7 +169,10 @@ def _typed(config: DictConfig) -> Iterator[ConfigurationError]:
     """Build verl's typed configs, and let verl validate the whole config."""
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-    if lora_rank(config):  # for the rank verl imports vLLM, which takes long: not checked here
+    if rank := lora_rank(config):  # to judge the rank verl imports vLLM, which takes long
+        if rank > LARGEST_RANK and config.actor_rollout_ref.rollout.name == "vllm":
+            problem, setting = "vLLM has no LoRA adapter of this rank", "actor_rollout_ref.model.lora_rank"
+            yield ConfigurationError(problem, setting=setting, value=rank, allowed=f"at most {LARGEST_RANK}")
         config = deepcopy(config)
         with open_dict(config):
             config.actor_rollout_ref.model.lora_rank, config.actor_rollout_ref.model.lora = 0, {}

@@ -20,8 +20,8 @@ class AlarmSettings:
     Attributes:
         on_alarm: `log` (only log); `stop` (log, and end the run if the alarm is severe); `rescue` (end the
             run, and resume in FP16 from before the alarm's evidence, as a new run).
-        action_patience: A rescue begins after this many further steps in a row (or twice as many that recur) with an
-            alarm that a rescue can cure, and without an alarm about a fault; ≥ 1.
+        action_patience: A rescue begins after this many steps in a row (or twice as many that recur) with an alarm
+            that a rescue can cure, and without an alarm about a fault; ≥ 1.
         baseline_steps: Number of first steps that give the run's baseline; ≥ 5.
         allowed_growth: k3 may stay at this many times its baseline; > 1. The mean |log-prob gap| may grow by the
             root of this factor, because k3 ≈ gap²/2: 3 allows a factor of 1.73.

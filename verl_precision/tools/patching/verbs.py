@@ -12,9 +12,7 @@ from verl_precision.cli.verb import say, verb
 def patch(
     tree: Annotated[Path | None, Argument(help="Folder that holds verl/: a checkout or an unpacked release.")] = None,
     list_: Annotated[bool, Option("--list", help="Print every series and its patches.")] = False,
-    check_: Annotated[
-        bool, Option("--check", help="Report whether the series would apply or revert, without writing.")
-    ] = (False),
+    check_: Annotated[bool, Option("--check", help="Report whether the series fits; write nothing.")] = False,
     apply_: Annotated[bool, Option("--apply", help="Apply the series of the tree's release.")] = False,
     revert: Annotated[bool, Option("--revert", help="Revert the series, byte for byte.")] = False,
     installed: Annotated[bool, Option("--installed", help="Allow TREE to be an installed package.")] = False,

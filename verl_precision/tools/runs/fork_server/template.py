@@ -2,7 +2,7 @@
 
     python template.py FOLDER NAME  # NAME: of its socket and lock, without the suffix
 
-Importing verl, vLLM and torch takes ten seconds of a core, and a run has eleven processes that do it. A fork has the
+Importing verl, vLLM and torch takes ten seconds of a core, and a run has nine processes that do it. A fork has the
 modules at once and shares their memory; `_become` sets what differs between processes. The template ends with the
 process that owns FOLDER, or for lack of work: each environment has its own template of half a gigabyte.
 """
