@@ -159,10 +159,8 @@ def test_killed_in_the_middle_and_repaired_by_the_next_call(machine):
     assert machine.install("make", "venv") == (0, "make: Nothing to be done for 'venv'.\n")
 
 
-@pytest.mark.parametrize(
-    "broken",
-    ["bin/python", pytest.param("lib/python*/site-packages/pip/_internal/commands", marks=pytest.mark.matrix)],
-)
+@pytest.mark.matrix  # an environment that is made anew: the test above
+@pytest.mark.parametrize("broken", ["bin/python", "lib/python*/site-packages/pip/_internal/commands"])
 def test_an_environment_that_lost_its_python_or_its_pip_is_made_anew(machine, broken):
     """As after the removal of the Python it was made with. Its stamp is there, and newer than the lock."""
     machine.has_own_source()

@@ -162,8 +162,14 @@ def _defines(node: ast.AST, name: str) -> bool:
         return name in (each.asname or each.name for each in node.names)
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
         return True
-    stored = [each for each in ast.walk(node) if isinstance(getattr(each, "ctx", None), ast.Store)]
-    return any(name in (getattr(each, "id", None), getattr(each, "attr", None)) for each in stored)
+    return name in _stored(node)
+
+
+@functools.cache
+def _stored(node: ast.AST) -> frozenset[str]:
+    """Return the names that a node assigns anywhere, of variables and of attributes."""
+    found = [each for each in ast.walk(node) if isinstance(getattr(each, "ctx", None), ast.Store)]
+    return frozenset(getattr(each, "id", "") or getattr(each, "attr", "") for each in found)
 
 
 def wrap_once(module_name: str, name: str, wrapper: Callable) -> None:

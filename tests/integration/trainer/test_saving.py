@@ -116,9 +116,9 @@ def test_clusters_save_by_the_hour_and_a_tiny_model_by_steps(compose_verl, scale
 
 
 @pytest.mark.parametrize(("number", "saving", "code", "said"), [
-    (USR1, True, 0, "trained\nover []\n"),
+    pytest.param(USR1, True, 0, "trained\nover []\n", marks=pytest.mark.matrix),
     (TERM, True, EXIT_ASKED_TO_END, "trained\n"),
-    (TERM, False, 1, ""),  # what Ray's `ray.get` makes of any exit code
+    pytest.param(TERM, False, 1, "", marks=pytest.mark.matrix),  # what Ray's `ray.get` makes of any exit code
 ])  # fmt: skip
 def test_the_driver_waits_for_the_trainer_and_says_how_it_ended(run_python, requests, number, saving, code, said):
     requests.folder.mkdir()

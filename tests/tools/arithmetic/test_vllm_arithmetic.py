@@ -87,6 +87,7 @@ def test_every_log_prob_is_equal_and_one_operation_in_fp32_shows(tmp_path):
     assert all(found[name,] for name in PLANTED), found
 
 
+@pytest.mark.matrix  # a mode of research; how an operation is replaced: the test above
 def test_rounded_once_is_nearer_and_native_is_not_equal(tmp_path):
     once, native = (unequal(tmp_path, arithmetic, ("qwen3",)) for arithmetic in ("rounded_once", "native"))
     assert all(once[key] < native[key] for key in native) and len(native) == 2

@@ -14,7 +14,7 @@ from verl_precision.tools.checking.checkpoint import audit_checkpoint
 
 runner = CliRunner()
 # A 7B model's largest tensor: vocabulary x hidden; here as one shard of its own.
-SEVEN_B_EMBEDDING = (152064, 3584)
+WIDE = (9_500, 3_584)  # eight slices
 WHOLE = save({"a": torch.ones(100)})
 
 
@@ -84,9 +84,9 @@ def test_what_cannot_be_audited_is_named(tmp_path, prepare, words):
 
 
 def test_memory_is_that_of_a_slice(tmp_path, monkeypatch):
-    """The largest tensor of a 7B model, 1.09 GB in BF16 as a sparse file."""
-    elements = SEVEN_B_EMBEDDING[0] * SEVEN_B_EMBEDDING[1]
-    header = json.dumps({"w": {"dtype": "BF16", "shape": SEVEN_B_EMBEDDING, "data_offsets": [0, 2 * elements]}})
+    """Of a tensor of eight slices, as a sparse file."""
+    elements = WIDE[0] * WIDE[1]
+    header = json.dumps({"w": {"dtype": "BF16", "shape": WIDE, "data_offsets": [0, 2 * elements]}})
     header = header.ljust((len(header) + 7) // 8 * 8).encode()
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)

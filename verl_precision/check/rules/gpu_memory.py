@@ -1,8 +1,8 @@
 """Estimates the GPU memory of a run from the model's shape: the numbers of docs/scales.md.
 
-The estimate is accurate to some GiB: allocators fragment, kernels keep workspaces. On a GPU only the logits were measured.
-A peak above nine tenths of a GPU is therefore a warning, and a peak above eleven tenths an error. For a run beyond the
-arithmetic (a critic, other engines than FSDP) the verdict lists memory as not looked at.
+The estimate is accurate to some GiB: allocators fragment, kernels keep workspaces. A peak above nine tenths of a GPU is
+therefore a warning, and a peak above eleven tenths an error. Only the logits were measured on a GPU. For a run beyond
+the arithmetic (a critic, other engines than FSDP) the verdict lists memory as not looked at.
 """
 
 import re

@@ -26,9 +26,7 @@ def data(
     skip_size_check: Annotated[
         bool, Option("--skip-size-check", help="Write the data set even if its number of problems is unexpected.")
     ] = False,
-    task: Annotated[
-        list[str] | None, Option(help=f"For {TASKS}: name of a task. Repeat the option for several.")
-    ] = None,
+    task: Annotated[list[str] | None, Option(help=f"For {TASKS}: name of a task. Repeatable.")] = None,
     level: Annotated[
         list[int] | None, Option(min=0, help=f"For {TASKS}: level of the curriculum. Repeatable. Default: 0.")
     ] = None,

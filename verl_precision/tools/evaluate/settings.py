@@ -35,9 +35,7 @@ class Evaluation(JudgedJob):
     contexts: tuple[Annotated[int, Field(ge=1)], ...] = option(
         "--context", help="Limit on the tokens of prompt and response together. Repeat the option for several."
     )
-    dtypes: tuple[Dtype, ...] = option(
-        "--dtype", default=("fp16",), help="Dtype of vLLM. Repeat the option for several."
-    )
+    dtypes: tuple[Dtype, ...] = option("--dtype", default=("fp16",), help="Dtype of vLLM. Repeatable.")
     responses: int = option("--responses", "-n", default=32, help="Responses to each problem: k of avg@k.", ge=1)
     temperature: float = option(default=0.6, help="Sampling temperature; 0 takes the most probable token.", ge=0)
     top_p: float = option(

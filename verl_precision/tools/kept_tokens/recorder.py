@@ -38,9 +38,8 @@ class TokenRecorder:
         self.path = Path(config.trainer.default_local_dir) / kept_file.FOLDER
         if "file" in config.trainer.logger:
             self.path = kept_file.beside(metrics_path(config.trainer.project_name, config.trainer.experiment_name))
-        self._text_of = functools.cache(
-            lambda token: trainer.tokenizer.decode([token])
-        )  # U+FFFD for a token that is a part of a character
+        # A token that is a part of a character decodes to U+FFFD.
+        self._text_of = functools.cache(lambda token: trainer.tokenizer.decode([token]))
 
     def fit(self, proceed, *args, **kwargs):
         """Move aside the files of steps after the checkpoint's (0: a new run), as is done in the metrics file."""
