@@ -79,9 +79,7 @@ def _machine(config: DictConfig) -> Machine:
         shared_memory=psutil.disk_usage(str(shared)).free if shared.is_dir() else 0,
         missing_models=frozenset(setting for setting, name in models.items() if not is_folder(name)),
         unreadable_model=is_folder(path) and not os.access(Path(path).expanduser() / "config.json", os.R_OK),
-        missing_files=frozenset(
-            name for _, name in named_files(config) if not os.path.isfile(os.path.expanduser(name))
-        ),
+        missing_files=frozenset(at for _, at in named_files(config) if not os.path.isfile(os.path.expanduser(at))),
         folder=str(Path.cwd()),
     )
 

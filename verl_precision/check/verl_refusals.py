@@ -46,9 +46,8 @@ def _names(config: DictConfig) -> Iterator[ConfigurationError]:
     from verl.utils.tracking import Tracking
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
-    questions: list[tuple[str, Callable[[Any], object]]] = [
-        ("algorithm.adv_estimator", core_algos.get_adv_estimator_fn)
-    ]
+    questions: list[tuple[str, Callable[[Any], object]]]
+    questions = [("algorithm.adv_estimator", core_algos.get_adv_estimator_fn)]
     if config.actor_rollout_ref.model.get("external_lib") is None:  # otherwise external_lib may register more
         questions.append(("actor_rollout_ref.actor.policy_loss.loss_mode", core_algos.get_policy_loss_fn))
     for engine in engines(config):

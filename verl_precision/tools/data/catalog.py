@@ -53,9 +53,8 @@ def require_options(name: str, given: Mapping[str, object]) -> None:
         raise ConfigurationError(f"data {name}: no such data set", allowed=", ".join(NAMES))
     if other := next((option for option in given if option not in _OPTIONS[name]), None):
         allowed = ", ".join(f"--{option}" for option in ("output", *_OPTIONS[name]))
-        raise ConfigurationError(
-            f"{name} has no such option", setting=f"--{other}", value=given[other], allowed=allowed
-        )
+        problem = f"{name} has no such option"
+        raise ConfigurationError(problem, setting=f"--{other}", value=given[other], allowed=allowed)
 
 
 def last_boxed(solution: str) -> str:

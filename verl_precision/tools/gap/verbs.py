@@ -26,9 +26,7 @@ def mismatch(given: dict[str, Any]) -> None:
 @verb("A run", "verl_precision.tools.gap.settings:Explanation")
 def explain(
     given: dict[str, Any],
-    overrides: Annotated[
-        list[str] | None, Argument(help="With --recipe: Hydra overrides, e.g. precision=bf16.")
-    ] = None,
+    overrides: Annotated[list[str] | None, Argument(help="With --recipe: Hydra overrides: precision=bf16.")] = None,
     recipe: Annotated[
         Path | None,
         Option(help="Take model, dtypes, sampling and 16 prompts from a recipe's YAML. Write options before it."),

@@ -144,12 +144,20 @@ def append(folder: Path, responses: Iterable[KeptResponse]) -> None:
     """Write the responses, one file a step, which appears when it is complete; replace an existing file of a step."""
     for step, some in groupby(responses, lambda response: response.step):
         rows = [{**vars(each), "estimator_settings": json.dumps(dict(each.estimator_settings))} for each in some]
-        columns = [pa.array([row[field.name] for row in rows], field.type) for field in _SCHEMA]
+        columns = [_column(field, [row[field.name] for row in rows]) for field in _SCHEMA]
         with new_file(folder / f"step_{step}.parquet", replace=True) as scratch:
             parquet.write_table(
                 pa.table(columns, schema=_SCHEMA), scratch, compression="zstd", use_byte_stream_split=_SPLIT,
                 use_dictionary=["texts.list.element"], write_page_checksum=True,
             )  # fmt: skip
+
+
+def _column(field: pa.Field, values: list[Any]) -> pa.Array:
+    """Return a column; arrays at once, because pyarrow reads the floats of a list of arrays one by one."""
+    if field.name not in ARRAYS or any(value is None for value in values):
+        return pa.array(values, field.type)
+    ends = np.cumsum([0, *map(len, values)], dtype=np.int32)
+    return pa.ListArray.from_arrays(ends, np.concatenate(values).astype(ARRAYS[field.name], copy=False))
 
 
 def cut_after(folder: Path, step: int) -> None:

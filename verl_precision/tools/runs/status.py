@@ -71,9 +71,7 @@ def status_of(run: Run, points: Points, total: int | None, age: float | None) ->
     elif age > max(PATIENCE_SECONDS, PATIENCE * max(seconds, default=0.0)):
         state = "stopped growing"
     left = typical * (total - step) if state == "running" and typical is not None and total is not None else None
-    measured = {
-        title: next((points[name] for name in curves if points.get(name)), None) for title, curves in NOW.items()
-    }
+    measured = {title: next((points[at] for at in curves if points.get(at)), None) for title, curves in NOW.items()}
     now = {title: number_text([*curve.values()][-1]) for title, curve in measured.items() if curve}
     return RunStatus(state, step, total, typical, left, age, now)
 
