@@ -175,7 +175,7 @@ def test_rules_that_are_promised_and_not_installed_are_no_silence(monkeypatch):
     assert set(registry.PROMISED) == installed
     monkeypatch.setattr(registry, "PROMISED", ("mismatch.enabled",))
     assert find_faults(composed(), Environment()) == []
-    with pytest.raises(ConfigurationError, match="that does this is not installed"):
+    with pytest.raises(ConfigurationError, match="mismatch.enabled=True: .*is not installed"):
         find_faults(composed("+precision=bf16"), Environment())
 
 

@@ -92,7 +92,7 @@ def test_own_loss_with_unknown_parameter_is_refused(function):
     ("pg_seq_is", f"{CORRECTION}.bypass_mode=False", "bypass_mode=False: loss_mode"),
     ("pg_seq_mis", f"{LOSS_CORRECTION}.bypass_mode=null", "bypass_mode=None: loss_mode"),
     ("pg_seq_tis", f"{LOSS_CORRECTION}.rollout_is_threshold='0.5_5'", "rollout_is_threshold=.0.5_5."),
-    ("pg_seq_mis", f"{LOSS_CORRECTION}.rollout_is_threshold=0.55", "YAML reads that one as 0.55"),
+    ("pg_seq_mis", f"{LOSS_CORRECTION}.rollout_is_threshold=0.55", "YAML reads 0.5_5 as 0.55"),
     ("off_policy_sequence_mask", f"{LOSS_CORRECTION}.rollout_rs_threshold=null", "rollout_rs_threshold=None"),
     ("off_policy_sequence_mask", f"{LOSS_CORRECTION}.rollout_rs_threshold=0", "rollout_rs_threshold=0: .*in nats"),
     ("grpo", f"{ACTOR}.loss_scale_factor=null", "loss_scale_factor=None"),

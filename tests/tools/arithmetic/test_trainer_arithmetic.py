@@ -88,7 +88,7 @@ def test_gradient_checkpointing_and_a_copy_change_nothing():
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"model_type": "gemma3"}, "of type 'gemma3'.*Allowed: llama, qwen2, qwen3"),
+    ({"model_type": "gemma3"}, "type 'gemma3'.*Allowed: llama, qwen2, qwen3"),
     ({"hidden_act": "gelu"}, "activation is gelu"),
     ({"attention_dropout": 0.1}, "dropout"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
