@@ -44,6 +44,7 @@ def terminal_table(
 def paragraph(text: str, console: Console, indent: str = "") -> str:
     """Return an indented text: wrapped between words on a terminal, unwrapped elsewhere (for grep)."""
     width = console.width if console.is_terminal else 10**9
-    whole = {"break_long_words": False, "break_on_hyphens": False, "expand_tabs": False}
-    fold = textwrap.TextWrapper(width, indent, indent, **whole)
+    fold = textwrap.TextWrapper(
+        width, indent, indent, break_long_words=False, break_on_hyphens=False, expand_tabs=False
+    )
     return "\n".join(fold.fill(printable(line)) for line in text.splitlines())
