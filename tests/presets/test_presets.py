@@ -16,6 +16,7 @@ from verl_precision.engine.arithmetic_choice import INNER, VARIABLE
 from verl_precision.engine.settings import LossScaleSettings
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.resolvers import register_search_path
+from verl_precision.losses import POLICY_LOSSES
 from verl_precision.presets import PRESETS_DIR, preset_names
 
 PROMISED = {
@@ -114,7 +115,9 @@ def test_estimator_is_valid_and_has_its_loss(name):
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert actor.policy_loss.loss_mode in POLICY_LOSS_REGISTRY
     assert actor.loss_agg_mode != "seq-mean-token-sum-norm" or actor.loss_scale_factor == 20480
-    assert config.algorithm.rollout_correction.bypass_mode is name.startswith(("pg_", "dppo_", "off_policy"))
+    ours = POLICY_LOSSES.get(actor.policy_loss.loss_mode)
+    of_rollout = ours is not None and "rollout_log_probs" in ours.parameters
+    assert config.algorithm.rollout_correction.bypass_mode is of_rollout
 
 
 @pytest.mark.parametrize("name", preset_names("estimator"))
