@@ -15,6 +15,7 @@ import omegaconf.omegaconf
 import verl  # noqa: F401 - loads the plugin, and with it search path and resolvers
 import yaml
 from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -56,6 +57,22 @@ def _load_once(source, config_path: str):
 _LOADED: dict[tuple[str, str, str], bytes] = {}
 _load_config = ImportlibResourcesConfigSource.load_config
 ImportlibResourcesConfigSource.load_config = _load_once
+
+
+def _list_once(*, repo, config_name, overrides_list, prepend_hydra, skip_missing):
+    """`create_defaults_list` of files that no test changes: a check asks again for what was just composed."""
+    places = tuple(dict.fromkeys(source.path for source in repo.get_sources()))
+    key = places, config_name, tuple(each.input_line for each in overrides_list), skip_missing
+    if key not in _LISTED or not all(place.startswith(_UNCHANGED) or "/" not in place for place in places):
+        settings = {"repo": repo, "config_name": config_name, "overrides_list": overrides_list}
+        _LISTED[key] = _create_list(**settings, prepend_hydra=prepend_hydra, skip_missing=skip_missing)
+    return _LISTED[key]
+
+
+_LISTED: dict[tuple, object] = {}
+_UNCHANGED = str(ROOT / "recipes")
+_create_list = config_loader_impl.create_defaults_list
+config_loader_impl.create_defaults_list = _list_once
 
 
 def compose_verl(*overrides: str, return_hydra_config: bool = False) -> DictConfig:

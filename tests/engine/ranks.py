@@ -54,6 +54,8 @@ FSDP1_ON_CPU = {
     "value_model": precision_variant(transformer_impl.FSDPEngineWithValueHead, "FSDP1CriticOnCPU"),
 }
 STRATEGIES = pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+# The number of ranks decides nothing here: FSDP1 runs in one process, which `make test-matrix` starts.
+ON_ONE_RANK_BOTH = pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"] if WORLD == 1 else ["fsdp2"])
 
 
 class TheCPU(str):
@@ -341,7 +343,7 @@ def test_replicas_of_hsdp_agree(strategy):
     assert not found.changed and found.scale == 512
 
 
-@STRATEGIES
+@ON_ONE_RANK_BOTH
 def test_scale_at_its_minimum_stops_the_run_with_a_diagnosis(strategy):
     engine = fp16_engine(strategy, initial=2.0, minimum=1.0, stop_after_steps_at_minimum=2)
     assert [poisoned_step(engine).scale for _ in range(2)] == [1, 1], "2 -> 1, then one step at the minimum"
@@ -409,7 +411,7 @@ def test_without_our_config_the_engine_is_verls_bit_for_bit():
     assert rates[0] > rates[1] > rates[2]
 
 
-@STRATEGIES
+@ON_ONE_RANK_BOTH
 def test_critic_scales(strategy, monkeypatch):
     def without_flash_attention(local_path, torch_dtype, model_config, trust_remote_code):
         return AutoModelForTokenClassification.from_pretrained(local_path, dtype=torch_dtype, config=model_config)
@@ -448,7 +450,7 @@ def copy_parameters(source, target, rounded_to=torch.float32):
             local_part(mine).copy_(local_part(theirs).to(rounded_to))
 
 
-@STRATEGIES
+@ON_ONE_RANK_BOTH
 def test_ratio_source_shadow_gives_the_shadows_value_and_the_training_gradient(strategy):
     """FP32 training with a BF16 shadow: log-probs are bit for bit a BF16 engine's, before and after an update."""
     engine = make_engine("fp32", strategy=strategy, shadow=ShadowSettings(dtype="bf16", ratio_source="shadow"))
@@ -468,7 +470,7 @@ def test_ratio_source_shadow_gives_the_shadows_value_and_the_training_gradient(s
         copy_parameters(engine, single)
 
 
-@STRATEGIES
+@ON_ONE_RANK_BOTH
 def test_the_canary_is_scored_with_the_rollouts_weights_and_the_engine_keeps_its_own(strategy):
     engine, rounded = make_engine("fp32", strategy=strategy), make_engine("fp32", strategy=strategy)
     assert step(engine).changed
@@ -480,7 +482,7 @@ def test_the_canary_is_scored_with_the_rollouts_weights_and_the_engine_keeps_its
     assert torch.equal(log_probs(engine), own) and torch.equal(local_parameters(engine), weights)
 
 
-@STRATEGIES
+@ON_ONE_RANK_BOTH
 def test_forward_in_another_dtype_stops_the_run(strategy):
     engine = make_engine("bf16", strategy=strategy)
     log_probs(engine)
@@ -518,7 +520,7 @@ def test_merged_lora_is_sent_as_exact_as_it_is(strategy, plain):
     assert all(torch.equal(before[key], after[key].double()) for key in before), "the adapter is taken out again"
 
 
-@STRATEGIES
+@ON_ONE_RANK_BOTH
 def test_an_adapter_that_is_served_is_sent_whole(strategy):
     """Of a model that FSDP1 has wrapped PEFT returns no tensor of it, and verl would send none."""
     engine = make_engine("fp16", lora={**LORA, "lora": {}}, strategy=strategy)
@@ -529,7 +531,7 @@ def test_an_adapter_that_is_served_is_sent_whole(strategy):
     assert all(torch.equal(value, held[name]) for name, value in found.items())
 
 
-@STRATEGIES
+@ON_ONE_RANK_BOTH
 def test_weights_are_watched_on_their_way_to_the_rollout(strategy):
     """With a manifest and without one. The tiny model's weights are FP32 draws, and an update of 1e-2 crosses."""
     engine = make_engine("fp32", strategy=strategy, send_weight_manifest=strategy == "fsdp2")
@@ -545,7 +547,7 @@ def test_weights_are_watched_on_their_way_to_the_rollout(strategy):
     assert 0.5 < second["precision/bf16_crossings_fraction"][0] < 1
 
 
-@STRATEGIES
+@ON_ONE_RANK_BOTH
 def test_stochastic_rounding_sends_the_same_bits_from_every_rank_and_new_ones_after_a_step(strategy):
     engine = make_engine("fp32", strategy=strategy, stochastic_rounding_to="bf16")
     ours, verls = engine.get_per_tensor_param, super(PartsOfEngine, engine).get_per_tensor_param
@@ -629,7 +631,7 @@ def test_a_rank_computes_with_the_experts_of_its_own_sequences(lora):
     assert "mismatch/routing_agreement/layer_03" in metrics
 
 
-@STRATEGIES
+@ON_ONE_RANK_BOTH
 def test_a_shadow_follows_lora(strategy):
     """Its adapter is the actor's after an update: in the actor's own dtype, both give the same log-probs."""
     engine = make_engine("fp32", lora=LORA, strategy=strategy, shadow=ShadowSettings(dtype="fp32", every_n_steps=1))

@@ -35,3 +35,4 @@ def vllm_process(tmp_path_factory) -> Iterator[None]:
         gc.unfreeze()
         gc.collect()
         distributed.cleanup_dist_env_and_memory()
+        gc.freeze()  # as after the collection of tests: other files run in this process
