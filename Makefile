@@ -26,6 +26,8 @@ BIN := $(VENV)/bin
 LOCK := requirements/cpu.lock
 # Number of parallel test processes; each end-to-end run needs 8 GiB of memory.
 WORKERS ?= 2
+# Folders with tests that run real engines in several processes for a minute or more.
+E2E := tests/e2e tests/engine tests/tools/arithmetic tests/weight_sync
 # Written after an installation: as long as it is newer than the lock file and setup.py, nothing is installed.
 STAMP := $(VENV)/.installed
 
@@ -52,7 +54,7 @@ test: $(STAMP)
 
 test-e2e: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder -v \
-		--durations=0 --durations-min=20 -m "e2e and not matrix" tests/e2e
+		--durations=0 --durations-min=20 -m "e2e and not matrix" $(E2E)
 
 test-matrix: $(STAMP)
 	@python=$$(sh requirements/find_python.sh) && "$$python" requirements/matrix/run_matrix.py $(PAIRS)

@@ -30,13 +30,13 @@ for log, level in before.items():
 
 # The files that take longest, longest first; `make test` hands out whole files in this order.
 LONG = (
-    *("test_recipes.py", "test_ranks.py", "test_vllm_arithmetic.py", "test_planted_edits.py", "test_situations.py"),
-    *("test_witnesses.py", "test_cli.py", "test_launch_run.py", "test_saving.py"),
-    *("test_fused.py", "test_estimators_train.py", "test_releases.py", "test_install.py", "test_fork_server.py"),
-    *("test_contract.py", "test_selftest_session.py", "test_rules.py", "test_presets.py", "test_worker.py"),
-    *("test_sanity_arithmetic.py", "test_compare_runs.py", "test_patching.py", "test_plugin.py", "test_checks.py"),
-    *("test_by_hand.py", "test_scales.py", "test_live_page.py", "test_math_answers.py"),
-    *("test_features.py", "test_preflight.py", "test_weights_out.py", "test_hostile_files.py", "test_run_identity.py"),
+    *("test_ranks.py", "test_vllm_arithmetic.py", "test_accelerator.py", "test_recipes.py", "test_rules.py"),
+    *("test_recipe_config.py", "test_winning_words.py", "test_planted_edits.py", "test_plugin.py", "test_launch.py"),
+    *("test_situations.py", "test_canary_requests.py", "test_presets.py", "test_install.py", "test_launch_run.py"),
+    *("test_known_faults.py", "test_live_page.py", "test_math_answers.py", "test_worker.py", "test_fork_server.py"),
+    *("test_features.py", "test_weights_out.py", "test_preflight.py", "test_cli.py", "test_fused.py"),
+    *("test_unknowns.py", "test_words.py", "test_command.py", "test_estimators_train.py", "test_compare_runs.py"),
+    *("test_contract.py", "test_loss_trial.py", "test_witnesses.py", "test_run_identity.py", "test_scales.py"),
 )
 
 # Two test processes share two cores: how long an example takes says nothing. The same examples at every run, so that a

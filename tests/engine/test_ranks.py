@@ -11,6 +11,7 @@ import pytest
 RANKS = Path(__file__).with_name("ranks.py")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.matrix)])
 def test_ranks(world, tmp_path):
     arguments = ["-x", "-q", "--noconftest", "-p", "no:cacheprovider", str(RANKS)]

@@ -170,6 +170,7 @@ def one_of_two(rank: int, folder: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.e2e
 def test_syncs_take_with_tensor_parallel_2(tmp_path):
     """Each rank holds half a model, in a new process: one that is forked from this one hangs by torch's locks."""
     folders = [str(folder) for folder in Path(__file__).parents[:2]]

@@ -80,6 +80,7 @@ def unequal(folder, arithmetic, architectures, planted=()):
     return {tuple(names): int(count) for _, *names, tokens, count in lines if int(tokens) > 90}
 
 
+@pytest.mark.e2e
 def test_every_log_prob_is_equal_and_one_operation_in_fp32_shows(tmp_path):
     found = unequal(tmp_path, "exact", MODELS, PLANTED)
     exact = {(name, dtype): 0 for name in MODELS for dtype in DTYPES}
