@@ -41,7 +41,7 @@ INTRODUCTION = """# Benchmarks: what does this package cost?
 **You need this when** you ask how much time or memory a part adds, or when you change a part.
 
 ```bash
-make bench        # at most ten minutes on two cores; writes this page
+make bench        # 10 to 17 minutes on two cores; writes this page
 make bench-check  # which ratios got worse by more than a fifth?
 ```
 
