@@ -52,6 +52,7 @@ def test_verl_refuses_a_block_that_is_enabled(words, setting):
     f"{JUDGED} reward.reward_model.rollout.name=vllm",
     "actor_rollout_ref.actor.use_kl_loss=True",
     "actor_rollout_ref.model.lora_rank=512",
+    "actor_rollout_ref.model.lora_rank=513 actor_rollout_ref.model.lora.merge=True",
     "distillation.distillation_loss.loss_mode=k1",  # not enabled, and not built
     "trainer.v1.trainer_mode=vp_separate_async",
 ])  # fmt: skip

@@ -22,7 +22,7 @@ from typing import Any, Union, get_args, get_origin
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.verl_config import FSDP, engines, lora_rank
+from verl_precision.base.verl_config import FSDP, engines, lora_rank, uses_adapter
 from verl_precision.check.keys import leaves
 from verl_precision.check.models import teaches
 from verl_precision.check.rules.tables import NUMBERS_OR_NULL, names_in, null_number
@@ -169,9 +169,10 @@ def _typed(config: DictConfig) -> Iterator[ConfigurationError]:
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
     if rank := lora_rank(config):  # to judge the rank verl imports vLLM, which takes long
-        if rank > LARGEST_RANK and config.actor_rollout_ref.rollout.name == "vllm":
+        if rank > LARGEST_RANK and uses_adapter(config) and config.actor_rollout_ref.rollout.name == "vllm":
             problem, setting = "vLLM has no LoRA adapter of this rank", "actor_rollout_ref.model.lora_rank"
-            yield ConfigurationError(problem, setting=setting, value=rank, allowed=f"at most {LARGEST_RANK}")
+            allowed, remedy = f"at most {LARGEST_RANK}", "Choose a smaller rank, or set model.lora.merge=True."
+            yield ConfigurationError(problem, setting=setting, value=rank, allowed=allowed, remedy=remedy)
         config = deepcopy(config)
         with open_dict(config):
             config.actor_rollout_ref.model.lora_rank, config.actor_rollout_ref.model.lora = 0, {}

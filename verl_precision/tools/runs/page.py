@@ -46,7 +46,6 @@ def write_page(path: Path, state: Mapping[str, Any], force: bool = False) -> Non
     """Write the report about runs; without `force`, refuse to replace a file that is not an earlier report."""
     if path.exists() and not force and not (path.is_file() and MARK.encode() in path.read_bytes()[:2000]):
         problem = "this file exists and is not an earlier report; nothing was written"
-        allowed = "a new file or an earlier report"
-        remedy = "Name another file, or add --force."
+        allowed, remedy = "a new file or an earlier report", "Name another file, or add --force."
         raise ConfigurationError(problem, setting="--output", value=str(path), allowed=allowed, remedy=remedy)
     write_file(path, page(state), replace=True)
