@@ -59,13 +59,15 @@ _load_config = ImportlibResourcesConfigSource.load_config
 ImportlibResourcesConfigSource.load_config = _load_once
 
 
-def _list_once(*, repo, config_name, overrides_list, prepend_hydra, skip_missing):
-    """`create_defaults_list` of files that no test changes: a check asks again for what was just composed."""
-    places = tuple(dict.fromkeys(source.path for source in repo.get_sources()))
-    key = places, config_name, tuple(each.input_line for each in overrides_list), skip_missing
-    if key not in _LISTED or not all(place.startswith(_UNCHANGED) or "/" not in place for place in places):
-        settings = {"repo": repo, "config_name": config_name, "overrides_list": overrides_list}
-        _LISTED[key] = _create_list(**settings, prepend_hydra=prepend_hydra, skip_missing=skip_missing)
+def _list_once(**asked):
+    """`create_defaults_list`; once for files that no test changes, since a check asks again for a composition's."""
+    places = tuple(dict.fromkeys(source.path for source in asked["repo"].get_sources()))
+    if not all(place.startswith(_UNCHANGED) or "/" not in place for place in places):
+        return _create_list(**asked)
+    words = tuple(each.input_line for each in asked["overrides_list"])
+    key = places, asked["config_name"], words, asked["prepend_hydra"], asked["skip_missing"]
+    if key not in _LISTED:
+        _LISTED[key] = _create_list(**asked)
     return _LISTED[key]
 
 
