@@ -6,11 +6,13 @@ from pathlib import Path
 import torch
 
 from verl_precision.engine.router_replay import Choice, routing_agreement
+from verl_precision.integration.trainer.batch_checks import SelfGap
 from verl_precision.losses.settings import ClipRange
 from verl_precision.mismatch.groups import MismatchByTurn, MismatchByVersion
 from verl_precision.mismatch.metric_names import FAILED_MEASUREMENTS
 from verl_precision.mismatch.packing import flattened
 from verl_precision.mismatch.phantom import PhantomStatistics
+from verl_precision.mismatch.signal import Signal
 from verl_precision.mismatch.token_sums import PROBABILITY_BINS
 from verl_precision.weight_sync.bf16_grid import CROSSINGS, OFF_GRID
 from verl_precision.weight_sync.canary import CANARY_BOUND, CANARY_GAP
@@ -19,7 +21,7 @@ from verl_precision.weight_sync.report import SyncReport
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "metrics.md").read_text()
 TABLES = TEXT.partition("\n## All metrics\n")[2]
-ROWS = re.findall(r"^\| `(?:mismatch|phantom|weight_sync|precision/bf16)[/_].*", TABLES, re.M)
+ROWS = re.findall(r"^\| `(?:mismatch|phantom|signal|weight_sync|precision/bf16)[/_].*", TABLES, re.M)
 ONE = torch.zeros(1, 1, dtype=torch.int64)  # the only expert of one token
 
 
@@ -36,7 +38,8 @@ def test_documented_are_the_emitted():
     found = {*mismatch.metrics(), *SyncReport(1, 0, 0.1).metrics(), CANARY_GAP, CANARY_BOUND, FAILED_MEASUREMENTS}
     found |= set(by_turn.metrics())
     routing = routing_agreement({3: Choice(ONE, ONE)}, ONE.expand(1, 4).unsqueeze(-1), torch.ones(1).bool())
-    found |= {CROSSINGS, OFF_GRID, *routing}
+    found |= {CROSSINGS, OFF_GRID, *routing, *SelfGap.of_tokens(*torch.zeros(3, 1), mask_N=ONE[0] + 1).metrics()}
+    found |= set(Signal.of_batch("aa", torch.zeros(2), [ONE] * 2, [ONE] * 2, 1, "grpo").metrics())
     for beta_in_ratio in (True, False):
         clip = ClipRange(False, -0.2, 0.2)
         phantom = PhantomStatistics.measure(trainer, shadow, rollout, mask, advantages, clip, beta_in_ratio)
@@ -62,6 +65,7 @@ def test_every_row_is_complete():
 
 def test_every_metric_named_elsewhere_is_on_the_page():
     pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/**/*.md")]
-    named = {key for page in pages for key in re.findall(r"`((?:mismatch|phantom|weight_sync)/\w+)`", page.read_text())}
+    ours = re.compile(r"`((?:mismatch|phantom|signal|weight_sync)/\w+)`")
+    named = {key for page in pages for key in ours.findall(page.read_text())}
     assert len(named) > 20
     assert {key for key in named if f"`{key}`" not in TEXT} == set()

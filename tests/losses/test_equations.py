@@ -104,6 +104,7 @@ def test_responses_without_loss_or_gradient_are_counted(estimator):
     (gradient,) = torch.autograd.grad(loss, trainer)
     silent = int((case.mask.any(dim=-1) & (gradient == 0).all(dim=-1)).sum())
     assert metrics["actor/zero_gradient_responses"].aggregate() == silent
+    assert metrics["actor/zero_gradient_fraction"].aggregate() == silent / case.mask.any(dim=-1).sum().item()
     zero_loss = metrics["actor/zero_loss_responses"].aggregate()
     assert 2 <= zero_loss <= silent
     if estimator in ("grpo", "gspo"):

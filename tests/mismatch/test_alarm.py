@@ -26,6 +26,7 @@ HEALTHY = {
     "actor/" + names.WEIGHT_ESS: 0.8, names.KEPT_RESPONSES: 0.9, names.KEPT_TOKENS: 0.9,
     "actor/" + names.REJECTED_TOKENS: 0.1,
     "actor/" + names.TOKEN_WEIGHT_ESS: 0.7, "actor/" + names.LOSS_SCALE: 65536.0, "actor/" + names.SKIPPED_STEPS: 0.0,
+    names.ZERO_ADVANTAGE: 0.9, "actor/" + names.ZERO_GRADIENT: 0.95, names.SELF_GAP_RATIO: 1.2, names.SELF_GAP: 0.04,
 }  # fmt: skip
 # name, the metric that raises it, its value, steps until it is raised
 KINDS = [
@@ -45,6 +46,10 @@ KINDS = [
     ("repeated_overflow", "actor/" + names.SKIPPED_STEPS, 1.0, 10),
     ("loss_scale_at_minimum", "actor/" + names.LOSS_SCALE, 1.0, 1),
     ("policies_differ", names.PROBS_PEARSON, 0.01, 2),
+    ("no_signal", names.ZERO_ADVANTAGE, 1.0, 10),
+    ("no_signal", "actor/" + names.ZERO_GRADIENT, 0.995, 10),
+    ("trainer_disagrees_with_itself", names.SELF_GAP_RATIO, 2.5, 2),
+    ("trainer_disagrees_with_itself", names.SELF_GAP, 0.2, 2),
 ]
 
 
@@ -205,6 +210,12 @@ def test_recorded_runs_that_were_fine_raise_none(precision, baseline_steps):
     for path in (RECORDED / f"sanity_arithmetic_{precision}.jsonl", QUICKSTART / precision / "metrics.jsonl"):
         assert any(names.value_of(row, names.K3_KL) for row in read_metrics(path))
         assert alarms_of(path, baseline_steps=baseline_steps) == []
+
+
+def test_no_recorded_run_has_no_signal_not_even_those_that_collapsed():
+    paths = [*RECORDED.rglob("*.jsonl"), *QUICKSTART.rglob("metrics.jsonl")]
+    assert len(paths) > 20 and not any("no_signal" in dict(map(reversed, alarms_of(path))) for path in paths)
+    assert not any(row.get("actor/zero_gradient_responses") for path in paths for row in read_metrics(path))
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ def test_block_with_alarm():
     ({"enable": False}, "mismatch.enable=False: there is no such setting. Allowed: mismatch.enabled, "),
     ({"enabled": "yes"}, "mismatch.enabled='yes'.*Allowed: a valid boolean"),
     ({"enabled": False, "keep_tokens": 2}, "mismatch.keep_tokens=2.*keeps no tokens"),
+    ({"self_gap_every_n_steps": -1}, "mismatch.self_gap_every_n_steps=-1"),
     ({"alarm": {"on_alarms": "stop"}}, "mismatch.alarm.on_alarms='stop': there is no such setting"),
     ({"alarm": {"on_alarm": "shout"}}, "alarm.on_alarm='shout': this cannot work. Allowed: 'log', 'stop' or 'rescue'"),
 ])  # fmt: skip

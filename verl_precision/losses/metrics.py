@@ -130,9 +130,11 @@ def shared_metrics(batch: Batch, has_loss_B: Tensor, slope_BT: Tensor, kept_BT: 
     if batch.weights_BT is not None:
         least = least * torch.where(batch.valid_BT, batch.weights_BT, 0).clamp_(max=1)
     held_BT = (slope_BT >= least) | (slope_BT <= least.neg_())
+    silent = (batch.rows_B & ~kept_BT.any(dim=-1)).sum().double()
     return {
         "actor/zero_loss_responses": Count((batch.rows_B & ~has_loss_B).sum().double()),
-        "actor/zero_gradient_responses": Count((batch.rows_B & ~kept_BT.any(dim=-1)).sum().double()),
+        "actor/zero_gradient_responses": Count(silent),
+        "actor/zero_gradient_fraction": Mean(silent, batch.rows_B.sum().double()),
         "actor/held_tokens": Count((kept_BT & held_BT).count_nonzero().double()),
         **{f"actor/seq_log_ratio_q{round(100 * q):02d}": Quantile(sample, q) for q in QUANTILES},
         "actor/nonfinite_responses": Count(batch.nonfinite.double()),

@@ -3,6 +3,7 @@
 statistics      the gap between trainer and rollout: `MismatchStatistics`
 phantom         the gap split into alpha and beta, and phantom clipping: `PhantomStatistics`
 groups          the same statistics by age of the weights that sampled a response, and by turn of an agent loop
+signal          what a batch can teach: equal rewards, advantages of 0, cut and repeated responses: `Signal`
 candidates      chooses the responses whose tokens a run keeps
 token_sums      the parts of the metrics: sums over tokens, classes of tokens, the histogram of the gap
 fused           the same sums in one pass, by numba; fused_kernel: the compiled loops

@@ -29,6 +29,10 @@ EVIDENCE_STEPS = 8  # full steps of growth; more steps give fewer false alarms, 
 EXTREME_GAP = 0.95  # |π - μ| of a single token
 MOST_CLIPPED = 0.01  # share of phantom-clipped tokens
 FEWEST = 0.2  # least effective sample size, or kept share; below, too few responses (or tokens) give the gradient
+MOST_SILENT = 0.99  # share of the responses without an advantage, or a gradient; above, the batch teaches nothing
+# The trainer's gap between two packings: at most 2 gaps to the rollout if both are as far from it; and 0.1 nats is half
+# of PPO's clip range, for a policy that did not change.
+SELF_RATIO, SELF_GAP = 2.0, 0.1
 SYNC_PEARSON, SYNC_GAP = 0.5, 1.0  # bounds with one policy: correlation of probabilities, and mean |gap| in nats
 NOT_FINITE = {
     "trainer_not_finite": names.NONFINITE_TRAINER,
@@ -41,6 +45,7 @@ PATIENCE = {
     **dict.fromkeys(NOT_FINITE, 3),
     **dict.fromkeys(("extreme_prob_gap", "phantom_clipping", "low_effective_sample_size"), 5),
     **{"repeated_overflow": 10, "loss_scale_at_minimum": 1, "policies_differ": 2},
+    **{"no_signal": 10, "trainer_disagrees_with_itself": 2},
 }
 _KNOWN = table_of(__file__, "remedies.yaml")
 
@@ -129,6 +134,11 @@ LIMITS: dict[str, list[Limit]] = {
     "policies_differ": [
         Limit(names.PROBS_PEARSON, lambda x: x < SYNC_PEARSON, f"one policy has at least {SYNC_PEARSON:g}"),
         Limit(names.LOG_PROB_GAP, lambda x: x > SYNC_GAP, f"one policy has at most {SYNC_GAP:g} nats"),
+    ],
+    "no_signal": [Limit(key, lambda x: x > MOST_SILENT, "allowed up to 0.99 of the responses") for key in names.SILENT],
+    "trainer_disagrees_with_itself": [
+        Limit(names.SELF_GAP_RATIO, lambda x: x > SELF_RATIO, f"allowed up to {SELF_RATIO:g} gaps to the rollout"),
+        Limit(names.SELF_GAP, lambda x: x > SELF_GAP, f"allowed up to {SELF_GAP:g} nats"),
     ],
 }
 

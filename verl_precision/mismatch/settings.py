@@ -41,12 +41,15 @@ class MismatchSettings:
         enabled: False keeps verl's own trainer.
         keep_tokens: Number of responses of each step whose tokens are kept beside the metrics file; 0 to 256.
         keep_text: Whether the text of these responses is kept, too.
+        self_gap_every_n_steps: The trainer scores a few responses twice, together and one by one, in the first two
+            steps and in every n-th step; 0: in the first two only.
         alarm: Settings of the alarm.
     """
 
     enabled: bool = Field(default=True, strict=True)
     keep_tokens: int = Field(default=0, ge=0, le=256, strict=True)
     keep_text: bool = Field(default=True, strict=True)
+    self_gap_every_n_steps: int = Field(default=0, ge=0, strict=True)
     alarm: AlarmSettings = AlarmSettings()
 
     def __post_init__(self) -> None:

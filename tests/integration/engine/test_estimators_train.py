@@ -7,30 +7,15 @@ import pytest
 import torch
 import verl_engines
 from composer import actor_config, compose_estimator
-from verl.plugin.platform import get_platform, set_platform
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.engine.settings import LossScaleSettings
-from verl_precision.integration.cpu.platform import PlatformCPU
 from verl_precision.integration.engine.measurement import MISMATCH, REQUEST
 from verl_precision.integration.trainer.checkpoints import is_complete
 from verl_precision.presets import preset_names
-from verl_precision.tools.selftest.single_rank import engine_batch, make_group_of_one, nested
+from verl_precision.tools.selftest.single_rank import engine_batch, nested
 
 PROMPT, RESPONSES, RESPONSE = 4, 4, 6
 SEQUENCE, SCALE = PROMPT + RESPONSE, 1024.0
-
-
-@pytest.fixture(scope="module")
-def make_engine():
-    """Return a function that makes engines in a process group of one."""
-    before = get_platform()
-    set_platform(PlatformCPU())
-    scaling = LossScaleSettings(initial=SCALE)
-    make_group_of_one("cpu")
-    yield functools.partial(verl_engines.make_engine, packed=True, rate=1e-3, loss_scale=scaling)
-    torch.distributed.destroy_process_group()
-    set_platform(before)
 
 
 @pytest.fixture(scope="module")

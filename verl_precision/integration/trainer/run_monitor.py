@@ -125,14 +125,14 @@ class RunMonitor:
             ended = measurement.ended_by_themselves(mask, self.request["longest_response"])
             flat = flattened(trainer, rollout, mask=mask, advantages=advantages, ended=ended)
             gap = MismatchByVersion.of_batch(flat, behind)
-            self._add(MISMATCH, gap)
-            self._add(TURNS, MismatchByTurn.of_batch(flat, gap.whole))
+            self.add(MISMATCH, gap)
+            self.add(TURNS, MismatchByTurn.of_batch(flat, gap.whole))
             if keep := self.settings.keep_tokens:
                 lots = [lot_of(step, key) for key in keys]
                 self.candidates = self.candidates.merge(Candidates.of_batch(keep, lots, flat))
             if not self.shadowed:
                 # The old log-probs are the trainer's own: their rounding cancels in the ratio, and clips no token.
-                self._add(PHANTOM, beta_of_current_version(flat, behind, None))
+                self.add(PHANTOM, beta_of_current_version(flat, behind, None))
 
     def _count_rejected(self, left: Any) -> None:
         """Count the tokens and responses that verl's rejection has removed from the mask, and so from the loss."""
@@ -165,7 +165,7 @@ class RunMonitor:
         """Take an update's statistics (`merged_metrics.statistics_kept`), and give our metrics their own names."""
         for key in (MISMATCH, PHANTOM, TURNS):
             if names.ACTOR + key in metrics:
-                self._add(key, metrics.pop(names.ACTOR + key))
+                self.add(key, metrics.pop(names.ACTOR + key))
         if names.ACTOR + CANDIDATES in metrics:
             self.candidates = self.candidates.merge(metrics.pop(names.ACTOR + CANDIDATES))
         for key in [key for key in metrics if key.startswith(tuple(names.ACTOR + ours for ours in METRIC_PREFIXES))]:
@@ -217,7 +217,8 @@ class RunMonitor:
             raise ValueError(f"this version has no {min(unknown)}")
         self.alarm.load_state_dict(state)
 
-    def _add(self, key: str, found: Any) -> None:
+    def add(self, key: str, found: Any) -> None:
+        """Merge a set of statistics with those of the step's earlier updates."""
         self._sets = merge_by_name([self._sets, {key: found}])
 
     @contextlib.contextmanager

@@ -69,6 +69,7 @@ def _measuring(base: type, mode: str) -> type:
     # Not above: these import verl's trainers, whose import needs this module.
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
+    from verl_precision.integration.trainer.batch_checks import BatchChecks
     from verl_precision.integration.trainer.canary_requests import TrainerCanary
 
     class MeasuringTrainer(base):  # type: ignore[misc, valid-type]
@@ -82,7 +83,7 @@ def _measuring(base: type, mode: str) -> type:
             self.monitor = RunMonitor(self)
             asked_for = [callback(self) for callback in callbacks_asked_for(config)]
             # The first callback is the outermost.
-            self.callbacks = [Saving(self), *asked_for, self.monitor, TrainerCanary(self)]
+            self.callbacks = [Saving(self), *asked_for, self.monitor, BatchChecks(self), TrainerCanary(self)]
             super().__init__(config)
             if is_repeatable(config):
                 from verl_precision.integration.trainer.repeatable import name_prompts
