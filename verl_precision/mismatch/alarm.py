@@ -30,7 +30,7 @@ EXTREME_GAP = 0.95  # |π - μ| of a single token
 MOST_CLIPPED = 0.01  # share of phantom-clipped tokens
 FEWEST = 0.2  # least effective sample size, or kept share; below, too few responses (or tokens) give the gradient
 MOST_SILENT = 0.99  # share of the responses without an advantage, or a gradient; above, the batch teaches nothing
-# The trainer's gap between two packings: at most 2 gaps to the rollout if both are as far from it; and 0.1 nats is half
+# The gap between two packings: at most 2 gaps to the rollout if both are as near to it; and 0.1 nats is half
 # of PPO's clip range, for a policy that did not change.
 SELF_RATIO, SELF_GAP = 2.0, 0.1
 SYNC_PEARSON, SYNC_GAP = 0.5, 1.0  # bounds with one policy: correlation of probabilities, and mean |gap| in nats

@@ -99,3 +99,6 @@ def test_the_gap_beside_the_gap_to_the_rollout_by_hand():
     same = torch.full((4,), -1.0)
     floor = SelfGap.of_tokens(same + 3e-5, same, same, mask_N=torch.ones(4)).metrics()
     assert floor[names.SELF_GAP_RATIO] == pytest.approx(3, rel=0.01), "a gap to the rollout of 0 counts as 1e-5"
+    for alone, usual in ((0.001, 0.05), (0.05, 0.001)):
+        metrics = SelfGap.of_tokens(same + alone, same + usual, same, mask_N=torch.ones(4)).metrics()
+        assert metrics[names.SELF_GAP_RATIO] == pytest.approx(49, rel=0.01), "whichever packing is broken"

@@ -22,7 +22,7 @@ PER_RANK = 4  # responses that each rank scores together, then one by one
 
 
 class SelfGap(StatisticSet):
-    """The gap between two packings, and its ratio to the gap between trainer and rollout on these tokens; mergeable."""
+    """The gap between two packings, and its ratio to the smaller of their gaps to the rollout; mergeable."""
 
     prefix = "mismatch/self_gap_"
 
@@ -32,7 +32,9 @@ class SelfGap(StatisticSet):
         valid_N = mask_N.bool() & torch.stack(log_probs_N).isfinite().all(dim=0)
         alone, usual, rollout = (part[valid_N].double() for part in log_probs_N)
         gap, tokens = alone - usual, valid_N.sum()
-        to_rollout = (usual - rollout).abs().sum().clamp(min=GAP_FLOOR * tokens.item())
+        # Of a broken packing and a sound one, only the sound one is near the rollout.
+        to_rollout = torch.minimum((usual - rollout).abs().sum(), (alone - rollout).abs().sum())
+        to_rollout = to_rollout.clamp(min=GAP_FLOOR * tokens.item())
         k3, total = Mean((gap.expm1() - gap).sum(), tokens), gap.abs().sum()
         return cls.on_cpu({"abs_mean": Mean(total, tokens), "k3": k3, "ratio": Mean(total, to_rollout)})
 
