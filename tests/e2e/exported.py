@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from verl_precision.tools.engines.engine import prepare_process
 from verl_precision.tools.engines.vllm_sampler import _CPU_SETTINGS
-from verl_precision.tools.export.shards import SavedModel
+from verl_precision.tools.export.session import SavedModel
 
 prepare_process()
 import verl  # noqa: E402, F401 - lets vLLM find itself on a CPU

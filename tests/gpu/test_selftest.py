@@ -4,8 +4,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from verl_precision.tools.selftest.checks import CHECKS
-from verl_precision.tools.selftest.session import run_selftest
+from verl_precision.tools.selftest.session import CHECKS, run_selftest
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -1,4 +1,4 @@
-"""Fingerprints of files, from their sizes and a sample of their bytes: fast for 100 GB, and independent of the path."""
+"""Digests: fingerprints of files, fast for 100 GB and independent of their paths, and one seed for each response."""
 
 import hashlib
 import json
@@ -48,3 +48,8 @@ def weight_files(folder: Path) -> list[Path] | None:
         files = [folder / name for name in names]
         return files if all(file.is_file() for file in files) else None
     return None
+
+
+def response_seed(seed: int, problem: str, response: int) -> int:
+    """Return the seed of one response, from 0 to 2³¹ - 1; it does not depend on other responses or on time."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{problem}/{response}".encode()).digest()[:4], "big") >> 1

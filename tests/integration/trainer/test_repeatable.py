@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from verl.trainer.ppo.v1 import trainer_base
 
-from verl_precision.base.seeds import response_seed
+from verl_precision.base.content import response_seed
 from verl_precision.integration.trainer.repeatable import SortedReplayBuffer, name_prompts
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl_precision.tools.arithmetic import attention as module
-from verl_precision.tools.arithmetic.attention import attention, packed
+from verl_precision.tools.arithmetic import operations as module
+from verl_precision.tools.arithmetic.operations import attention, packed
 
 HALF = [torch.bfloat16, torch.float16]
 LENGTHS, SCALE = (5, 19, 1, 19, 8), 16**-0.5

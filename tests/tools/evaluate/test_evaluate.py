@@ -9,8 +9,8 @@ import pytest
 from made_up import six_characters
 from rich.console import Console
 
+from verl_precision.base.content import response_seed
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError
-from verl_precision.base.seeds import response_seed
 from verl_precision.tools.engines.model import find_model, tokenize
 from verl_precision.tools.evaluate import accuracy, session
 from verl_precision.tools.evaluate.settings import Evaluation

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError
 from verl_precision.tools.engines.engine import Response
-from verl_precision.tools.evaluate import sanity_set
+from verl_precision.tools.evaluate import session
 from verl_precision.tools.evaluate.settings import SanitySet
 from verl_precision.tools.jobs.problems import read_data_set
 
@@ -54,7 +54,7 @@ def begin(table, before=()):
     records = [{"problem": name, "response": at, "correct": table[int(name)][at], "tokens": 1} for name, at in before]
     journal = Mock(**{"records.return_value": records})
     judging = Mock(request=lambda name, at, most: (name, at), is_correct=lambda name, text: text)
-    return sanity_set._Responses(job(), journal, judging, [str(number) for number in range(len(table))])
+    return session._UntilDecided(job(), journal, judging, [str(number) for number in range(len(table))])
 
 
 def play(table, in_flight, order, before=()):
@@ -113,7 +113,7 @@ def build(drawn, tmp_path):
 
     def run(verdicts, **options):
         given = {**drawn(verdicts), "responses": len(verdicts[0]), **options}
-        return sanity_set.build_sanity_set(SanitySet(**given), Console(quiet=True)), tmp_path / "out"
+        return session.build_sanity_set(SanitySet(**given), Console(quiet=True)), tmp_path / "out"
 
     return run
 

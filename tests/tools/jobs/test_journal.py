@@ -6,8 +6,8 @@ from contextlib import closing
 import numpy as np
 import pytest
 
+from verl_precision.base.content import response_seed
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError
-from verl_precision.base.seeds import response_seed
 from verl_precision.tools.engines.engine import Response, SampleRequest
 from verl_precision.tools.jobs.job import Series, Store
 from verl_precision.tools.jobs.journal import JOURNAL, Journal

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from verl_precision.base.errors import CheckFailedError, ConfigurationError, require
 from verl_precision.tools.runs import launch
-from verl_precision.tools.selftest import checks, session
-from verl_precision.tools.selftest.checks import CHECKS, Check
+from verl_precision.tools.selftest import session
 from verl_precision.tools.selftest.selftest_faults import FlippedBit, LostTensor
+from verl_precision.tools.selftest.session import CHECKS, Check
 from verl_precision.weight_sync.manifest import digest
 
 
@@ -65,10 +65,10 @@ def test_unknown_checks_are_refused_by_name(tmp_path):
 def test_a_run_that_is_not_done_in_time_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "verl_command", lambda *of: [sys.executable, "-c", "import signal; signal.pause()"])
     monkeypatch.setattr(launch, "_GRACE_SECONDS", 1)  # whatever the shell of the tests has made of SIGINT
-    monkeypatch.setattr(checks, "SECONDS", 1)
+    monkeypatch.setattr(session, "SECONDS", 1)
     before = set(psutil.Process().children())
     with pytest.raises(CheckFailedError, match="its run was not done after 1 s"):
-        checks._run("cuda", tmp_path)
+        session._run("cuda", tmp_path)
     assert set(psutil.Process().children()) <= before
 
 

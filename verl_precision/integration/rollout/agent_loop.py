@@ -20,7 +20,7 @@ from verl.experimental.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.agent_loop import register
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
-from verl_precision.base.seeds import response_seed
+from verl_precision.base.content import response_seed
 from verl_precision.base.verl_config import AGENT_LOOP
 from verl_precision.engine.log_probs import MASK_ANSWER_KEY, MASK_FIELD, MASK_REQUEST_KEY, pack
 

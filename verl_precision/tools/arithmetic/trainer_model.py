@@ -24,7 +24,7 @@ from verl_precision.engine.arithmetic_choice import (
     require_family,
 )
 from verl_precision.tools.arithmetic import operations
-from verl_precision.tools.arithmetic.attention import attention, packed
+from verl_precision.tools.arithmetic.operations import attention, packed
 
 ATTENTION = "verl_precision"  # name of the attention in transformers
 

@@ -28,7 +28,7 @@ from verl_precision.engine.arithmetic_choice import arithmetic_in_use, inner_dty
 from verl_precision.engine.log_probs import log_softmax
 from verl_precision.integration.ledger import wrap_once
 from verl_precision.tools.arithmetic import operations
-from verl_precision.tools.arithmetic.attention import AttentionSpan, SpansTogether, attention, plan
+from verl_precision.tools.arithmetic.operations import AttentionSpan, SpansTogether, attention, plan
 
 
 def register_operations() -> None:

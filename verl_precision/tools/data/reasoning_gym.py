@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow
 
+from verl_precision.base.content import response_seed
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.seeds import response_seed
 from verl_precision.base.settings import require_each_once
 from verl_precision.base.versions import installed_version
 from verl_precision.tools.jobs.problems import read_rows, write_table

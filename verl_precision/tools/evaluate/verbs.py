@@ -32,6 +32,6 @@ def sanity_set(given: dict[str, Any]) -> None:
     from verl_precision.tools.evaluate.settings import SanitySet
 
     job = SanitySet(**given)
-    from verl_precision.tools.evaluate.sanity_set import build_sanity_set
+    from verl_precision.tools.evaluate.session import build_sanity_set
 
     run_job(job, build_sanity_set)

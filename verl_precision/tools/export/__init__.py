@@ -1,1 +1,1 @@
-"""`verl-precision export`: reads the ranks' files (shards), writes a Hugging Face folder and its card (session)."""
+"""`verl-precision export`: reads the ranks' files, and writes a Hugging Face folder and its card."""

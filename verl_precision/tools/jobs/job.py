@@ -21,9 +21,9 @@ import numpy as np
 from rich.console import Console
 from rich.markdown import Markdown
 
+from verl_precision.base.content import response_seed
 from verl_precision.base.errors import CheckpointStateError
 from verl_precision.base.files import write_file
-from verl_precision.base.seeds import response_seed
 from verl_precision.base.settings import recorded
 from verl_precision.base.versions import installed_versions
 from verl_precision.tools.engines.engine import Response, SampleRequest

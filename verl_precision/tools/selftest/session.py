@@ -1,22 +1,163 @@
-"""The self-test from beginning to end: a line for each check, and selftest.json."""
+"""The self-test: short runs of verl's own `main_ppo`, some with a fault that must stop them, and selftest.json."""
 
 import json
 import os
 import platform
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
 
-from verl_precision.base.errors import ConfigurationError, sentence
+from verl_precision.base.errors import CheckFailedError, ConfigurationError, RunFailedError, require, sentence
 from verl_precision.base.files import write_file
+from verl_precision.base.overrides import quoted
 from verl_precision.base.versions import installed_versions
-from verl_precision.tools.selftest.checks import CHECKS, Figures
+from verl_precision.mismatch.metric_names import K3_KL
+from verl_precision.tools.runs.fork_server import workers_forked_on_cpu
+from verl_precision.tools.runs.launch import run_verl
+from verl_precision.tools.runs.read import Rows, read_metrics
+from verl_precision.tools.tiny_model import write_problems
+from verl_precision.weight_sync.manifest import FEWER_BITS, NOT_RECEIVED, OTHER_VALUES
+
+Figures = dict[str, float | int | str]  # what a check measured, by name with its unit
+Function = Callable[[str, Path], Figures]
+
+
+class Check(NamedTuple):
+    """One check."""
+
+    shows: str  # what it shows if it passes
+    function: Function  # takes the device and a new folder; returns its measurements, or raises
+    needs_gpu: str = ""  # why a CPU cannot run it
+
+
+SECONDS = 600  # limit for one run
+RECIPE = Path(__file__).with_name("stack.yaml")
+_ROUNDED = "actor_rollout_ref.actor.fsdp_config.stochastic_rounding_to=bf16"
+_WORKER = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
+_EXTENSION = f"{_WORKER}=verl_precision.tools.selftest.selftest_faults"
+_LORA = [f"actor_rollout_ref.model.{each}" for each in ("lora_rank=8", "lora_alpha=16", "target_modules=all-linear")]
+_LOSS_SCALE, _TOO_LARGE = "actor_rollout_ref.actor.fsdp_config.loss_scale", 2.0**32
+_ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
+    """Return the reward of all these runs, minus the response's length: any policy can learn to write less."""
+    return -float(len(solution_str))
+
+
+def _trains(device: str, folder: Path, overrides: Sequence[str], reports: str = "", sleeps: bool = False) -> Figures:
+    """Train two steps with these overrides; both steps must be healthy."""
+    rows = _run(device, folder, "trainer.total_training_steps=2", *overrides, sleeps=sleeps)
+    _healthy(rows, steps=2)
+    layers = {reports: rows[-1][f"weight_sync/{reports}"]} if reports else {}
+    return {**layers, K3_KL: rows[-1][K3_KL]}
+
+
+def _stops(device: str, folder: Path, override: str, words: str) -> Figures:
+    """Run with a fault that an override plants; the run must stop with these words."""
+    try:
+        _run(device, folder, "trainer.total_training_steps=1", override)
+    except RunFailedError as error:
+        first = next((line for line in str(error).splitlines() if words in line), None)
+        require(first is not None, f"the run stopped, but for another reason: {error}")
+        return {"message": str(first).strip()[:200]}
+    raise CheckFailedError("the run went on with the planted fault")
+
+
+def _overflows(device: str, folder: Path) -> Figures:
+    """Train two steps from a loss scale at which every gradient overflows FP16."""
+    rows = _run(device, folder, "trainer.total_training_steps=2", f"{_LOSS_SCALE}.initial={_TOO_LARGE}")
+    found = [(row["precision/skipped_steps"], row["precision/loss_scale"]) for row in rows]
+    expected = [(1, _TOO_LARGE / 2), (1, _TOO_LARGE / 4)]
+    require(found == expected, f"skipped updates and loss scales are {found}; expected: {expected}")
+    return {"last_scale": found[-1][1]}
+
+
+def _compares(device: str, folder: Path) -> Figures:
+    """Train three steps in FP16 and in BF16; compare the mismatch."""
+    gaps = {}
+    for precision in ("fp16", "bf16"):
+        rows = _run(device, folder / precision, f"precision={precision}")
+        _healthy(rows, steps=3)
+        gaps[precision] = sum(row[K3_KL] for row in rows) / len(rows)
+    times = gaps["bf16"] / gaps["fp16"]
+    require(times > 10, f"the k3 is only {times:.1f} times smaller in FP16; expected: 50 to 100 times")
+    return {"k3_fp16": gaps["fp16"], "k3_bf16": gaps["bf16"], "times": times}
+
+
+def _healthy(rows: Rows, steps: int) -> None:
+    require(len(rows) == steps, f"{len(rows)} of {steps} steps were done")
+    for row in rows:
+        gap, bound = row.get("weight_sync/canary_gap"), row.get("weight_sync/canary_bound", 0.0)
+        require(gap is None or gap < bound, f"the canary's gap is {gap} nats, its bound {bound}")
+        require(row[K3_KL] < 0.1, f"{K3_KL} is {row[K3_KL]:g}: the rollout samples from another policy")
+
+
+def _run(device: str, folder: Path, *overrides: str, sleeps: bool = False) -> Rows:
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "prompts.jsonl"
+    write_problems(data, "selftest", ((f"say {number}", "") for number in range(32)))
+    own = [f"scale={'cpu' if device == 'cpu' else '1x1_gpu'}", f"reward.custom_reward_function.path={quoted(__file__)}"]
+    own += [f"data.{files}={quoted(data)}" for files in ("train_files", "val_files")]
+    if device != "cpu":  # for a short start-up: no CUDA graphs, no profiling of memory, which others may use, too
+        rollout = "actor_rollout_ref.rollout"
+        own += [f"{rollout}.enforce_eager=True", f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={2**30}"]
+        own += [f"{rollout}.free_cache_engine={sleeps}", f"++{rollout}.enable_sleep_mode={sleeps}"]
+    end = time.monotonic() + SECONDS
+
+    def in_time(*progress: object) -> None:
+        require(time.monotonic() < end, f"its run was not done after {SECONDS} s")
+
+    with workers_forked_on_cpu():
+        run_verl(RECIPE, [*own, *overrides], folder / "run", in_time)
+    return read_metrics(folder / "run" / "metrics.jsonl")
+
+
+_MERGED = "actor_rollout_ref.model.lora.merge"
+# By name on the command line and in selftest.json.
+CHECKS = {
+    "tied_model": Check(
+        "a model with tied embeddings trains; all layers verified",
+        partial(_trains, overrides=["tiny_architecture=qwen3_tied"], reports="verified_layers", sleeps=True),
+    ),
+    "moe": Check(
+        "a mixture of experts trains in FP16",
+        partial(_trains, overrides=["tiny_architecture=qwen3_moe"], reports="unverified_layers"),
+    ),
+    "lora_merged": Check(
+        "LoRA, merged for the rollout",
+        partial(_trains, overrides=[*_LORA, f"{_MERGED}=True"], reports="verified_layers"),
+    ),
+    "lora_adapter": Check(
+        "LoRA, as an adapter of the rollout", partial(_trains, overrides=[*_LORA, f"{_MERGED}=False"])
+    ),
+    "fsdp1": Check(
+        "a run under FSDP1",
+        partial(_trains, overrides=[f"{role}.strategy=fsdp" for role in _ROLES]),
+        needs_gpu="FSDP1 cannot wrap CPU parameters",
+    ),
+    "flipped_bit": Check(
+        "one flipped bit in a weight sync stops the run",
+        partial(_stops, override=f"{_EXTENSION}.FlippedBit", words=OTHER_VALUES),
+    ),
+    "lost_tensor": Check(
+        "a tensor lost in a weight sync stops the run",
+        partial(_stops, override=f"{_EXTENSION}.LostTensor", words=NOT_RECEIVED),
+    ),
+    "bf16_sender": Check(
+        "weights rounded to BF16 on the way stop the run", partial(_stops, override=_ROUNDED, words=FEWER_BITS)
+    ),
+    "overflow": Check("an overflow skips the update and halves the loss scale", _overflows),
+    "precision_gap": Check("BF16 has at least 10 times the mismatch of FP16", _compares),
+}
+
 
 REPORT = "selftest.json"
 _COLOURS = {"passed": "green", "failed": "red", "not run": "yellow"}
@@ -75,7 +216,5 @@ def _machine(device: str) -> dict[str, Any]:
     return {
         "device": device,
         "hardware": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "cuda": torch.version.cuda if on_gpu else None,
-        "versions": installed_versions(),
-    }
+        "cores": os.cpu_count(), "cuda": torch.version.cuda if on_gpu else None, "versions": installed_versions(),
+    }  # fmt: skip
