@@ -48,8 +48,6 @@ class ScalerStep(NamedTuple):
 
 @dataclass(frozen=True, config=STRICT)
 class _State:
-    """The state that a run needs to continue exactly."""
-
     scale: float = Field(gt=0)
     growth_tracker: int = Field(ge=0, lt=2**31)  # updates since the scale last changed; torch's counter has 32 bits
     steps_at_minimum: int = Field(default=0, ge=0)
@@ -61,13 +59,10 @@ class LossScaler(ShardedGradScaler):
     def __init__(self, settings: LossScaleSettings, device: str) -> None:
         """Create the scaler for a type of device, "cpu" or "cuda"; an error if torch cannot scale on it here."""
         super().__init__(
-            device=device,
-            init_scale=settings.initial,
-            growth_factor=settings.growth_factor,
-            backoff_factor=settings.backoff_factor,
-            growth_interval=settings.growth_interval,
+            device=device, init_scale=settings.initial, growth_interval=settings.growth_interval,
+            growth_factor=settings.growth_factor, backoff_factor=settings.backoff_factor,
             process_group=None,  # all ranks, so that replicas of HSDP cannot drift apart
-        )
+        )  # fmt: skip
         if not self.is_enabled():
             raise EnvironmentMismatchError(
                 "torch has switched its gradient scaler off, so FP16 gradients would underflow",

@@ -44,10 +44,9 @@ class ReplayedRouters:
         if family not in FAMILIES or not found:
             raise ConfigurationError(
                 f"a model of type {family!r} {'has no router' if not found else 'has a router that was not tested'}",
-                setting=SETTING,
-                allowed=f"disabled, or a mixture of experts of type {', '.join(FAMILIES)}",
+                setting=SETTING, allowed=f"disabled, or a mixture of experts of type {', '.join(FAMILIES)}",
                 remedy="Leave out the preset router_replay.",
-            )
+            )  # fmt: skip
         self._replayed: Tensor | None = None
         self._known: Tensor | None = None
         self._seen: dict[int, Choice] | None = None
@@ -153,8 +152,7 @@ def without_padding(choices_NLk: Tensor, offsets: Tensor) -> Tensor:
         return choices_NLk
     lengths_B = offsets.diff().to(choices_NLk.device)
     padded_BTLk = choices_NLk.unflatten(0, (len(lengths_B), -1))
-    places_T = torch.arange(padded_BTLk.shape[1], device=choices_NLk.device)
-    return padded_BTLk[places_T < lengths_B[:, None]]
+    return padded_BTLk[torch.arange(padded_BTLk.shape[1], device=choices_NLk.device) < lengths_B[:, None]]
 
 
 def _chooser(module: Any) -> tuple[nn.Module, str, int, int] | None:

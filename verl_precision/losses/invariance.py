@@ -95,8 +95,7 @@ def try_loss(loss: Loss, batch: LossInputs) -> Trial:
     if not nonfinite and not bool(expected.any()):
         raise UnusableLossError("its gradient is 0 everywhere")
     *cuts, ranks, padding, masked = (_difference(gradients, expected) for gradients in others)
-    by_cut = dict(zip(CUTS, cuts, strict=True))
-    return Trial(by_cut, ranks, padding, masked, nonfinite, random)
+    return Trial(dict(zip(CUTS, cuts, strict=True)), ranks, padding, masked, nonfinite, random)
 
 
 def gradients_differ(one: Loss, other: Loss, batch: LossInputs) -> bool:

@@ -67,8 +67,7 @@ class Batch:
     @cached_property
     def sequence_log_ratio_B(self) -> Tensor:
         """[B] float64, log of the ratio of whole responses: Σ_t log_ratio_t, summed in float64."""
-        sums_B = self.log_ratio_BT.sum(dim=-1, dtype=torch.float64)
-        return torch.where(self.rows_B, sums_B, 0)
+        return torch.where(self.rows_B, self.log_ratio_BT.sum(dim=-1, dtype=torch.float64), 0)
 
     @property
     def mean_log_ratio_B(self) -> Tensor:

@@ -66,5 +66,4 @@ class ReportBox:
 
     def take_metrics(self) -> dict[str, float]:
         """Return the report of `take` as metrics."""
-        report = self.take()
-        return {} if report is None else report.metrics()
+        return {} if (report := self.take()) is None else report.metrics()

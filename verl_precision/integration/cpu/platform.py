@@ -28,14 +28,6 @@ def _free_and_total_bytes(device: object = None) -> tuple[int, int]:
     return memory.available, memory.total
 
 
-def _resident_bytes(device: object = None) -> int:
-    return psutil.Process().memory_info().rss
-
-
-def _peak_bytes(device: object = None) -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 # The functions of `torch.cuda` that verl calls, here from `torch.cpu`, torch's random state and this process's memory.
 cpu_device: Any = SimpleNamespace(
     **{name: getattr(torch.cpu, name) for name in torch.cpu.__all__ if name != "current_device"},
@@ -45,8 +37,11 @@ cpu_device: Any = SimpleNamespace(
     set_rng_state=torch.set_rng_state,
     **dict.fromkeys(("manual_seed", "manual_seed_all"), torch.manual_seed),
     mem_get_info=_free_and_total_bytes,
-    **dict.fromkeys(("memory_allocated", "memory_reserved"), _resident_bytes),
-    **dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _peak_bytes),
+    **dict.fromkeys(("memory_allocated", "memory_reserved"), lambda device=None: psutil.Process().memory_info().rss),
+    **dict.fromkeys(
+        ("max_memory_allocated", "max_memory_reserved"),
+        lambda device=None: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    ),
     **dict.fromkeys(("empty_cache", "ipc_collect"), _always(None)),
     **dict.fromkeys(("reset_peak_memory_stats", "set_per_process_memory_fraction"), _always(None)),
 )

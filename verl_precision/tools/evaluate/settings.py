@@ -103,6 +103,4 @@ class SanitySet(JudgedJob):
         left = self.responses - drawn
         if correct > self.most or correct + left < self.fewest:
             return "dropped"
-        if correct >= self.fewest and correct + left <= self.most:
-            return "kept"
-        return "open"
+        return "kept" if correct >= self.fewest and correct + left <= self.most else "open"

@@ -188,7 +188,10 @@ def export_checkpoint(
         shutil.copytree(saved.folder / "huggingface", folder, dirs_exist_ok=True, ignore=without)
         write_export_dtype(str(folder), long(dtype))
         if saved.untied:
-            _untie(folder / "config.json")
+            settings = json.loads((folder / "config.json").read_text())
+            for described in filter(None, (settings, settings.get("text_config"))):
+                described["tie_word_embeddings"] = False
+            (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
         for file in folder.glob("*.safetensors"):
             shutil.copymode(folder / "config.json", file)  # safetensors lets only the owner read it
         step = saved.folder.parent if saved.folder.name == "actor" else saved.folder
@@ -201,20 +204,11 @@ def _rounded(name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
     if lost := int((~rounded.isfinite()).sum()):
         raise ConfigurationError(
             f"{name} ({lost} of {weight.numel()}): weights that are not finite in this dtype; nothing was written",
-            setting="--dtype",
-            value=str(dtype).removeprefix("torch."),
+            setting="--dtype", value=str(dtype).removeprefix("torch."),
             allowed="a dtype that can represent every weight",
             remedy="Export in bf16 or fp32. If a weight is infinite or NaN already, use an earlier checkpoint.",
-        )
+        )  # fmt: skip
     return rounded
-
-
-def _untie(path: Path) -> None:
-    settings = json.loads(path.read_text())
-    for described in (settings, settings.get("text_config")):
-        if described:
-            described["tie_word_embeddings"] = False
-    path.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def model_card(checkpoint: Path, dtype: str) -> str:
@@ -229,15 +223,12 @@ def model_card(checkpoint: Path, dtype: str) -> str:
     k3, base = metrics.get(names.K3_KL), str(settings.get("actor_rollout_ref.model.path", ""))
     text = Path(__file__).with_name("card.txt").read_text(encoding="utf-8")
     return Template(text, keep_trailing_newline=True).render(
-        name=checkpoint.parent.name,
-        step=checkpoint.name.removeprefix("global_step_"),
+        name=checkpoint.parent.name, step=checkpoint.name.removeprefix("global_step_"),
         base=base if base.count("/") == 1 and not Path(base).exists() else "",  # a name on the hub
         trained_in=settings.get("actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"),
         sampled_in=settings.get("actor_rollout_ref.rollout.dtype"),
         loss=settings.get("actor_rollout_ref.actor.policy_loss.loss_mode"),
         k3="not recorded" if k3 is None else f"{k3:.3g} nats per token",
-        reward=metrics.get("critic/score/mean"),
-        dtype=dtype,
-        dtype_name=long(dtype),
+        reward=metrics.get("critic/score/mean"), dtype=dtype, dtype_name=long(dtype),
         versions=", ".join(f"{package} {version}" for package, version in installed_versions().items()),
-    )
+    )  # fmt: skip

@@ -131,8 +131,7 @@ def _read(file: Path, columns: list[str]) -> pa.Table:
     """Return columns of a file after a test of its checksums; errors name the file."""
     with open_regular(file, most=math.inf) as opened:
         found = parquet.ParquetFile(opened, page_checksum_verification=True)
-        groups = range(found.num_row_groups)
-        size = sum(found.metadata.row_group(number).total_byte_size for number in groups)
+        size = sum(found.metadata.row_group(number).total_byte_size for number in range(found.num_row_groups))
         if not 0 <= found.metadata.num_rows <= MOST_RESPONSES or not 0 <= size <= _MOST_BYTES:
             raise ValueError(f"{found.metadata.num_rows} responses of {size} bytes")
         if missing := set(columns) - set(found.schema_arrow.names):

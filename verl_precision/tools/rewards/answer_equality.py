@@ -59,8 +59,7 @@ def _same(said: Form, true: Form) -> bool:
     if kinds & {"matrix", "row"}:
         return len(kinds) == 1 and _same_in_order(said.parts, true.parts)
     if kinds == {"list", "tuple"}:
-        plain = {"(", ")", ","} >= {*said.signs, *true.signs}
-        return plain and _same_in_order(said.parts, true.parts)
+        return {"(", ")", ","} >= {*said.signs, *true.signs} and _same_in_order(said.parts, true.parts)
     if kinds == {"tuple"}:
         return (said.signs == true.signs or len(said.parts) > 2) and _same_in_order(said.parts, true.parts)
     if kinds == {"value"}:
@@ -149,9 +148,7 @@ def _same_equation(said: Form, true: Form) -> bool:
         return _same(value, true) and all(_same(side, value) for side in sides)
     if said.kind != "equation":
         return bool(name_of_true) and _same(said, true_value)
-    if name and name == name_of_true:
-        return _same(value, true_value)
-    return _same_zeros(said, true)
+    return _same(value, true_value) if name and name == name_of_true else _same_zeros(said, true)
 
 
 def _same_zeros(said: Form, true: Form) -> bool:
@@ -166,7 +163,6 @@ def _same_zeros(said: Form, true: Form) -> bool:
 
 
 def _is_set(form: Form) -> bool:
-    """Return whether a form is a set that is not a list of values."""
     known = form.kind in ("relation", "cup", "cap", "setminus") or form.text in _LITERALS
     return known or (form.kind == "list" and any(map(_is_set, form.parts)))
 

@@ -67,8 +67,7 @@ def answer_in(response: str, truth: str) -> str:
     if (box := braced_box(text)) is not None:
         text = box
     elif not is_number or len(marked) > 1:
-        lines = text.strip().split("\n")
-        text = text if "\n" in truth else lines[0 if tagged or len(marked) > 1 else -1]
+        text = text if "\n" in truth else text.strip().split("\n")[0 if tagged or len(marked) > 1 else -1]
     numbers = _NUMBER.findall(text) if is_number else []
     listed = len(numbers) > 1 and not re.search(r"[^\s\d.,;+-]", text)  # a list of numbers is no answer
     return numbers[-1] if numbers and not listed else text.strip()
