@@ -104,6 +104,7 @@ setup(
             "check = verl_precision.tools.checking.verbs:check",
             "compare = verl_precision.tools.runs.verbs:compare",
             "data = verl_precision.tools.verbs:data",
+            "diagnose = verl_precision.tools.runs.verbs:diagnose",
             "evaluate = verl_precision.tools.verbs:evaluate",
             "explain = verl_precision.tools.gap.verbs:explain",
             "export = verl_precision.tools.verbs:export",

@@ -47,6 +47,7 @@ def type_in(root, tmp_path, monkeypatch):
     ("compare setup.py -p fp61 --output OUT", 1, "--precision fp61: there is no preset of this name. Allowed: bf16"),
     ("report OUT/nowhere --output OUT", 1, "there is no such file or folder"),
     ("watch OUT/nowhere", 1, "there is no such file or folder"),
+    ("diagnose OUT/nowhere", 1, "there is no such file or folder"),
     ("recipes", 1, "FOLDER='recipes': this folder exists; nothing was written"),
     ("sanity-set x --model m --max-response-length 8", 2, "--max-response-tokens"),  # words of earlier versions
     ("sanity-set x --model m --max-prompt-length 8", 2, "--max-prompt-tokens"),

@@ -192,8 +192,8 @@ def trainer_of(config, monkeypatch, folder: Path):
     return trainer
 
 
-def run(situation: Situation, monkeypatch, folder: Path) -> tuple[dict, set[str], list[Action]]:
-    """Return the metrics of the last step, all alarms, and the actions that one that acts would have begun."""
+def run(situation: Situation, monkeypatch, folder: Path) -> tuple[dict, set[str], list[Action], str]:
+    """Return the metrics of the last step, all alarms, actions that one that acts would have begun, and the verdict."""
     config = compose_estimator(situation.estimator, "+precision=bf16", f"data.max_response_length={TOKENS}")
     for path, _, value in (change.partition("=") for change in situation.changes):
         OmegaConf.update(config, path, OmegaConf.create(f"value: {value}").value, merge=False, force_add=True)
@@ -233,7 +233,7 @@ def run(situation: Situation, monkeypatch, folder: Path) -> tuple[dict, set[str]
             trainer._load_checkpoint()
     if "actor/clip_fraction_high" in metrics:
         metrics["actor/clip_fraction"] = metrics["actor/clip_fraction_high"] + metrics["actor/clip_fraction_low"]
-    return metrics, raised, [action for action in begun if action is not None]
+    return metrics, raised, [action for action in begun if action is not None], monitor.verdicts.verdict().word
 
 
 def holds(condition: str, metrics: dict) -> bool:
@@ -247,11 +247,11 @@ def holds(condition: str, metrics: dict) -> bool:
     return metrics[name] < value if relation == "<" else metrics[name] > value
 
 
-@pytest.mark.parametrize(("words", "says", "alarms"), ROWS, ids=[words for words, *_ in ROWS])
-def test_what_is_said(words, says, alarms, monkeypatch, tmp_path):
-    metrics, raised, begun = run(SITUATIONS[words], monkeypatch, tmp_path)
+@pytest.mark.parametrize(("words", "says", "alarms", "verdict"), ROWS, ids=[words for words, *_ in ROWS])
+def test_what_is_said(words, says, alarms, verdict, monkeypatch, tmp_path):
+    metrics, raised, begun, word = run(SITUATIONS[words], monkeypatch, tmp_path)
     assert [condition for condition in says.split("; ") if not holds(condition, metrics)] == []
-    assert (", ".join(sorted(raised)) or "none") == alarms
+    assert ((", ".join(sorted(raised)) or "none"), word) == (alarms, verdict)
     drifts = "gap_growth" in raised
     assert [action.alarm for action in begun] == ["k3_growth"] * drifts, "the others' alarms are faults, or too short"
 

@@ -11,6 +11,7 @@ packing         from padded or jagged batches to chunks of valid tokens
 alarm           warns before a run collapses, with remedies
 drift_detector  sustained growth, and persistence, of one number per step
 metric_names    names of the metrics that alarm and report read
+verdict         one word on a run, with the reason and an action
 settings        the block `mismatch` of a config
 
 integration/trainer/run_monitor.py runs all of this for one training run.

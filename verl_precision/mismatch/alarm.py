@@ -48,6 +48,7 @@ PATIENCE = {
     **{"no_signal": 10, "trainer_disagrees_with_itself": 2},
 }
 _KNOWN = table_of(__file__, "remedies.yaml")
+CAUSES: dict[str, list[str]] = _KNOWN["causes"]  # alarms of one cause, the gravest first
 
 
 @dataclass(frozen=True)

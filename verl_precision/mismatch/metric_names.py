@@ -33,6 +33,8 @@ SILENT = ZERO_ADVANTAGE, ZERO_GRADIENT = "signal/zero_advantage_responses", "zer
 LOSS_SCALE = "precision/loss_scale"
 SKIPPED_STEPS = "precision/skipped_steps"
 ACTIVE_ALARMS = "alarm/active_count"
+RESCUE = "alarm/rescue"
+REWARD = "critic/score/mean"
 
 ACTOR = "actor/"
 # Metrics that are also measured for each version of responses, and for each turn, if there are several.

@@ -276,6 +276,18 @@ def test_a_memory_that_cannot_be_read_ends_the_start_by_name_or_it_goes_on(tmp_p
             monitor().load(tmp_path)
 
 
+def test_the_verdict_is_logged_when_training_ends_however_it_ends(caplog):
+    judge = monitor()
+
+    def train():
+        raise errors[0] if (errors := judged(judge)[0]) else RuntimeError("cut")
+
+    with pytest.raises(RuntimeError, match="cut"):
+        judge.fit(train)
+    (said,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("VERDICT")]
+    assert said.startswith("VERDICT act now: repeated_overflow since step 1: precision/skipped_steps 1, allowed")
+
+
 def test_on_alarm_stop_returns_the_error_that_ends_the_run():
     errors, _ = judged(monitor({"mismatch": {"alarm": {"on_alarm": "stop"}}}))
     assert len(errors) == 1 and isinstance(errors[0], MismatchAlarmError) and "on_alarm" in str(errors[0])

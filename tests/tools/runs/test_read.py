@@ -8,7 +8,7 @@ import pytest
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.owner import release, take
-from verl_precision.tools.runs.read import read_runs
+from verl_precision.tools.runs.read import read_runs, sources_in
 
 ROWS = [
     {"step": 1, "critic/score/mean": -42.5, "actor/precision/loss_scale": 65536.0, "mismatch/k3_kl": 1.25e-8},
@@ -76,6 +76,18 @@ def test_a_folder_gives_its_file_and_a_folder_of_runs_each_run(tmp_path):
     assert [(run.name, run.rows) for run in read_runs([tmp_path / "q"])] == [("bf16", ROWS), ("fp16", ROWS)]
     two = [tmp_path / "p" / "bf16" / "metrics.jsonl", tmp_path / "q" / "bf16"]
     assert [run.name for run in read_runs(two)] == ["p/bf16", "q/bf16"]
+
+
+def test_runs_are_found_at_any_depth_and_what_is_no_series_is_no_run(tmp_path):
+    deep = [jsonl(tmp_path / "a" / "b" / "c" / "bf16" / "metrics.jsonl"), jsonl(tmp_path / "fp16" / "mine.jsonl")]
+    for path, first in (("task/prompts.jsonl", {"prompt": "1+1"}), ("set/journal.jsonl", {"settings": {}})):
+        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).write_text(json.dumps(first) + "\n")
+    (tmp_path / "a" / "again").symlink_to(tmp_path)
+    assert sources_in(tmp_path) == deep and sources_in(tmp_path / "task") == []
+    (tmp_path / "task" / "metrics.jsonl").write_text('{"prompt": "1+1"}\n')
+    (tmp_path / "set" / "broken.jsonl").write_text('{"step": 1, "da\n')
+    assert [run.name for run in read_runs([tmp_path]) if run.problem] == ["broken.jsonl", "task"]
 
 
 @pytest.mark.parametrize(("name", "words"), [

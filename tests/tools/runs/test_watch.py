@@ -15,8 +15,10 @@ import uvicorn
 from hypothesis import example, given
 from kept_responses import response
 from starlette.testclient import TestClient
+from typer.testing import CliRunner
 
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.cli import app
 from verl_precision.tools.kept_tokens.kept_file import DECISIONS, FOLDER, KeptResponse, append, cut_after
 from verl_precision.tools.runs import content as content_module
 from verl_precision.tools.runs.content import Live
@@ -148,7 +150,8 @@ def test_nothing_is_sent_when_nothing_is_new(ask, tmp_path, run):
 def test_a_resumed_series_goes_back_and_on(ask, run):
     """Our file logger empties the file, writes rows up to the checkpoint, and goes on."""
     write(run, "".join(line(step, **{"mismatch/k3_kl": 1e-5 if step < 40 else 1e-3}) for step in range(1, 61)))
-    assert [alarm["name"] for alarm in state_of(ask)["runs"][0]["alarms"]] == ["k3_growth"]
+    sick = state_of(ask)["runs"][0]
+    assert [alarm["name"] for alarm in sick["alarms"]] == [sick["verdict"]["alarm"]] == ["k3_growth"]
     write(run, "".join(line(step) for step in range(1, 31)))
     found = state_of(ask)
     assert found["runs"][0]["standing"]["step"] == 30 and found["runs"][0]["alarms"] == []
@@ -227,11 +230,36 @@ def test_once_prints_the_same(tmp_path, typed, run):
     write(run, "".join(line(step, **{"mismatch/k3_kl": 1e-5 if step < 40 else 1e-3}) for step in range(1, 61)))
     (tmp_path / "later").mkdir()
     code, said = typed("watch", run, tmp_path / "later", "--once")
-    assert code == 0 and "k3_growth" in said and "match the precisions" in said
+    assert (
+        code == 0
+        and "fp16: act now: k3_growth since step 40" in said.partition("state")[0]
+        and "match the precisions" in said
+    )
     assert re.search(r"later +waiting", said) and re.search(r"fp16 +running .* 60 ", said)
     write(run, "no row\n")
     code, said = typed("watch", run, "--once")
     assert code == 1 and "not a metrics file" in " ".join(said.split())
+
+
+FP16 = {"strategy": "fsdp2", "fsdp_config": {"mixed_precision": {"param_dtype": "fp16"}}}
+HYDRA = {"actor_rollout_ref": {"actor": FP16, "rollout": {"dtype": "float16"}, "model": {"path": "${oc.env:NOWHERE}"}}}
+
+
+def test_diagnose_says_how_each_run_is_in_ten_lines_and_its_exit_code_is_that_of_the_worst(tmp_path, typed):
+    text = "".join(line(step, **{"mismatch/k3_kl": 1e-5 if step < 40 else 1e-3}) for step in range(1, 61))
+    sick, short = (write(tmp_path / name / "metrics.jsonl", text) for name in ("sick", "short"))
+    fine = write(tmp_path / "fine" / "metrics.jsonl", "".join(map(line, range(1, 40))))
+    write(short, line(1))
+    codes = [typed("diagnose", *runs)[0] for runs in ([fine], [fine, short], [tmp_path])]
+    assert codes == [0, 1, 2]
+    assert CliRunner().invoke(app, ["diagnose", str(sick)]).output.count("\n") in range(4, 11)
+    assert "next: match the precisions" in typed("diagnose", sick)[1]
+    write(sick.parent / "hydra" / ".hydra" / "config.yaml", json.dumps(HYDRA))
+    code, said = typed("diagnose", sick, "--json")
+    (found,) = json.loads(said)
+    assert code == 2 and found["verdict"]["word"] == "act now" and "precision=fp16" not in found["verdict"]["action"]
+    write(short, "no row\n")
+    assert typed("diagnose", tmp_path)[0] == 3
 
 
 # Curves

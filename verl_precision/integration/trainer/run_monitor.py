@@ -36,6 +36,7 @@ from verl_precision.mismatch.candidates import Candidates, lot_of
 from verl_precision.mismatch.groups import MismatchByTurn, MismatchByVersion, beta_of_current_version
 from verl_precision.mismatch.packing import flattened
 from verl_precision.mismatch.settings import MismatchSettings
+from verl_precision.mismatch.verdict import Judge
 
 ALARM_FILE, STEP_METRICS = "mismatch_alarm.json", "step_metrics.json"
 # The worker reports metrics with these prefixes; verl puts `actor/` before them, which is removed here.
@@ -69,6 +70,7 @@ class RunMonitor:
             keep=settings.keep_tokens,
         )
         self.alarm = MismatchAlarm(settings.alarm, _in_use(config, ratio, correction))
+        self.verdicts = Judge(self.alarm)
         self.first_alarm_step: int | None = None  # first step of evidence of the latest step's alarms
         self.candidates = Candidates(settings.keep_tokens)  # responses of the step whose tokens may be kept
         self.masks: dict[str, Tensor] = {}  # verl's key of a response -> its mask before verl's rejection
@@ -76,6 +78,13 @@ class RunMonitor:
         self._sets: dict[str, Any] = {}
         self._losses: dict[str, Statistic] = {}
         self._seconds, self._failures = 0.0, 0
+
+    def fit(self, proceed, *args, **more):
+        """Run the training loop, and log the verdict on the steps of this start, however it ends."""
+        try:
+            return proceed(*args, **more)
+        finally:
+            logger.warning("VERDICT %s", self.verdicts.verdict())
 
     def _compute_advantage(self, proceed, batch, metrics):
         self.remember_mask(batch)
@@ -191,7 +200,7 @@ class RunMonitor:
     def judge(self, step: int, metrics: MutableMapping[str, Any]) -> MismatchAlarmError | None:
         """Update the alarm, log what it raises, and return the error that should end the run, if any."""
         stop, start = None, time.perf_counter()
-        raised = self.alarm.update(step, metrics)
+        raised = self.verdicts.update(step, metrics)
         self.first_alarm_step = min((alarm.since_step for alarm in raised), default=None)
         try:
             act_on(raised, self.settings.alarm, log=logger.warning)

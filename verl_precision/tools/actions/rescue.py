@@ -68,7 +68,7 @@ def decide_rescue(config: DictConfig, action: Action) -> Rescue:
     return rescue
 
 
-def _read(folder: Path) -> Rescue | None:
+def read_rescue(folder: Path) -> Rescue | None:
     """Return the rescue of a folder's file, None without a file. A checksum protects the names of folders in it."""
     remedy = f"Correct it and delete its line `checksum`, or remove {RESCUE_FILE} to continue the run as it was."
     return read_state(folder / RESCUE_FILE, _rescue, remedy)
@@ -88,13 +88,13 @@ def of_run(config: DictConfig) -> Rescue | None:
     """Return the rescue that continues a run; None for a run without one, and for the rescue itself."""
     if OmegaConf.select(config, ON_ALARM) != "rescue":
         return None
-    return _read(Path(config.trainer.default_local_dir).absolute())
+    return read_rescue(Path(config.trainer.default_local_dir).absolute())
 
 
 def is_rescue(config: DictConfig) -> bool:
     """Return whether a run is a rescue."""
     folder = Path(OmegaConf.select(config, "trainer.default_local_dir") or ".").absolute()
-    found = _read(folder)
+    found = read_rescue(folder)
     return found is not None and found.folder == str(folder)
 
 

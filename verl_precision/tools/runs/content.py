@@ -14,12 +14,13 @@ import numpy as np
 
 from verl_precision.base.errors import ConfigurationError, error_in_one_line
 from verl_precision.base.terminal import printable
-from verl_precision.mismatch.alarm import Alarm, MismatchAlarm
+from verl_precision.mismatch.alarm import Alarm
+from verl_precision.mismatch.verdict import Judge, Verdict
 from verl_precision.tools.kept_tokens import kept_file
 from verl_precision.tools.kept_tokens.kept_file import KeptResponse, KeptSummary
 from verl_precision.tools.runs.curves import PANELS, Points, band_of, colours_of, numbers_of, points_of
 from verl_precision.tools.runs.read import Run, names_of, run_or_problem, sources_in
-from verl_precision.tools.runs.status import RunStatus, expected_of, status_of, total_steps
+from verl_precision.tools.runs.status import RunStatus, expected_of, judge_of, status_of, total_steps
 
 
 def as_json(content: Any) -> Any:
@@ -41,14 +42,17 @@ class RunView:
         self.points: Points = {}
         self.kept_folder = _kept_folder(run.path)
         self.kept: int | None = None  # number of responses with kept tokens
-        self._judge, self.alarms, self.expected = MismatchAlarm(), list[Alarm](), list[Run]()
+        self._judge, self.alarms, self.expected = Judge(), list[Alarm](), list[Run]()
         self._problems, self._kept_problem = [run.problem] if run.problem else [], ""
         self.status = RunStatus("waiting")
         self._total: int | None = None
         with self._said():
+            self._judge = judge_of(run.path)
+        beside = len(self._problems)
+        with self._said():
             self.alarms = [alarm for row in run.rows for alarm in self._judge.update(int(row["step"]), row)]
             self.points = points_of(run.rows)
-        self.readable = not self._problems
+        self.readable = not run.problem and len(self._problems) == beside
         if run.rows:
             with self._said():
                 self._total = total_steps(run.path)
@@ -72,7 +76,12 @@ class RunView:
     @property
     def problem(self) -> str:
         """Return which parts of the run cannot be read, and why: one line for each part."""
-        return "\n".join(map(printable, filter(None, [*self._problems, self._kept_problem])))
+        return "\n".join(map(printable, filter(None, dict.fromkeys([*self._problems, self._kept_problem]))))
+
+    @property
+    def verdict(self) -> Verdict:
+        """Return the verdict on the run."""
+        return self._judge.verdict()
 
     def content(self, colour: str) -> dict[str, Any]:
         """Return what the page shows of the run, except its curves."""
@@ -85,8 +94,9 @@ class RunView:
             "notes": self.run.notes,
             "problem": self.problem,
             "standing": asdict(self.status),
+            "verdict": asdict(self.verdict),
             "alarms": [asdict(alarm) for alarm in self.alarms],
-            "baselineMissing": self._judge.baseline_missing,
+            "baselineMissing": self._judge.alarm.baseline_missing,
             "summary": {name: numbers_of(points) for name, points in self.points.items()},
             "kept": self.kept,
         }

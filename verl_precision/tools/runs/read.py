@@ -13,13 +13,15 @@ from typing import Any, BinaryIO
 from verl_precision.base.errors import ConfigurationError, VerlPrecisionError, error_in_one_line
 from verl_precision.base.files import open_regular
 from verl_precision.base.terminal import printable
+from verl_precision.mismatch import metric_names as names
 
-REWARD = "critic/score/mean"
+REWARD = names.REWARD
 READABLE = (
     "verl's metrics file (.jsonl, trainer.logger=[file]), a console log with lines `step:N - key:value`, a folder with "
-    "such files, a folder of such folders, or a folder of arms with one such folder for each seed"
+    "such files, or a folder of such folders, up to five deep"
 )
 LONGEST_LINE = 2**24  # bytes
+DEEPEST = 5  # folders below a path in which runs are found
 LARGEST_STEP = 2**53  # JSON's largest whole number
 _CUT = "the last row is incomplete and is left out"
 _SEED = re.compile(r"(.+)/seed_\d+")
@@ -161,18 +163,31 @@ def sources_in(path: Path) -> list[Path]:
         raise refused(path, "there is no such file or folder", "Check the path.")
     if not os.path.isdir(path):
         return [path]
-    for folders in ([path], path.glob("*"), path.glob("*/*")):  # a run; runs or arms of a comparison; seeds of its arms
-        if found := [source for folder in sorted(folders) if os.path.isdir(folder) for source in _sources_of(folder)]:
-            return found
-    return []
+    found, seen = list[Path](), set[str]()
+    for at, folders, _ in os.walk(path, followlinks=True):
+        known, seen = len(seen), seen | {os.path.realpath(at)}
+        inside = _sources_of(Path(at)) if len(seen) > known else []
+        ends = inside or len(seen) == known or len(Path(at).relative_to(path).parts) == DEEPEST
+        found, folders[:] = found + inside, [] if ends else sorted(folders)
+    return found
 
 
 def _sources_of(folder: Path) -> list[Path]:
     """Return the files to read in a folder: metrics files or, if there are none, logs with steps."""
     inside = sorted(folder.glob("*"))
     found = [each for each in inside if each.suffix == ".jsonl"]
-    found = list(filter(Path.is_file, found)) or found
+    found = list(filter(_is_series, filter(Path.is_file, found))) or [each for each in found if not each.is_file()]
     return found or [each for each in inside if each.suffix == ".log" and each.is_file() and _has_steps(each)]
+
+
+def _is_series(path: Path) -> bool:
+    """Return whether a file is a run's metrics, or a damaged file of them; prompts and journals are not."""
+    try:
+        with open_regular(path) as file:
+            first = json.loads(file.readline(LONGEST_LINE))
+    except Exception:  # its reader will report the error
+        return True
+    return not isinstance(first, dict) or path.name == "metrics.jsonl" or bool({"step", "data"} & first.keys())
 
 
 def _has_steps(log: Path) -> bool:

@@ -16,8 +16,12 @@ from typing import Any, Literal
 
 from rich.table import Table
 
+from verl_precision.base.dtypes import short
 from verl_precision.base.files import open_regular
 from verl_precision.base.state import plain_yaml
+from verl_precision.mismatch.alarm import MismatchAlarm, remedies_in_use
+from verl_precision.mismatch.settings import AlarmSettings
+from verl_precision.mismatch.verdict import Judge
 from verl_precision.tools.runs.curves import PANELS, Points
 from verl_precision.tools.runs.launch import TOTAL_STEPS
 from verl_precision.tools.runs.read import LARGEST_STEP, REWARD, Rows, Run, step_of
@@ -112,6 +116,22 @@ def expected_of(source: Path) -> list[Run]:
         return []
     path = recipe.with_name(EXPECTED)
     return read_expected(path, estimator) if path.is_file() else []
+
+
+def judge_of(source: Path) -> Judge:
+    """Return a judge with the alarm settings, and the remedies in use, of Hydra's copy of a run's config."""
+    config = hydra_of(source, "config.yaml")
+    model, correction = at(config, "actor_rollout_ref"), at(config, "algorithm", "rollout_correction")
+    actor, rollout = at(model, "actor"), at(model, "rollout")
+    engine = at(rollout, "engine_kwargs", str(at(rollout, "name")))
+    train = short(at(actor, "fsdp_config", "mixed_precision", "param_dtype") or "bf16")  # verl's default
+    samples = short(at(engine, "dtype") or at(rollout, "dtype"))
+    sequences = str(at(actor, "policy_loss", "loss_mode")).startswith("vp_pg_seq_")
+    sequences |= at(correction, "rollout_is") in ("vp_seq_mis", "sequence")
+    verifies = str(at(engine, "worker_extension_cls")).startswith("verl_precision.")
+    known = str(at(actor, "strategy")).startswith("fsdp") and "$" not in train + samples  # `${...}` is not resolved
+    in_use = remedies_in_use(train, samples, sequences, verifies) if known else ()
+    return Judge(MismatchAlarm(AlarmSettings(**(at(config, "mismatch", "alarm") or {})), in_use))
 
 
 def at(content: Any, *keys: str) -> Any:

@@ -1,6 +1,7 @@
 """The verbs `compare`, `report`, `watch` and `recipes`: make runs, and look at them."""
 
 import importlib.util
+import json
 import shlex
 import shutil
 import socket
@@ -14,6 +15,7 @@ from verl_precision.base.files import new_folder, shipped_folder
 from verl_precision.cli.verb import FIGURES, console, errors, say, verb
 
 Names = list[str] | None
+_DIAGNOSIS = ("name", "path", "verdict", "alarms", "problem")  # of `diagnose --json`
 
 
 @verb("A run", needs=(*FIGURES, "verl", "ray"), context_settings={"ignore_unknown_options": True})
@@ -78,6 +80,29 @@ def report(
     raise Exit(bool(problems))
 
 
+@verb("A run")
+def diagnose(
+    runs: Annotated[list[Path], Argument(metavar="RUN", help="Metrics (.jsonl), console log, or a folder.")],
+    in_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say whether runs are healthy: a word, the reason in numbers, and one action, in ten lines a run at most.
+
+    The exit code is that of the worst run. 0: healthy. 1: watch, or too short to judge. 2: act now. 3: unreadable.
+    """
+    from verl_precision.tools.runs.content import Live, as_json
+
+    views = [*Live(runs).views().values()]
+    if in_json:
+        found = [{key: each[key] for key in _DIAGNOSIS} for each in (view.content("") for view in views)]
+        console.out(json.dumps(as_json(found)), highlight=False)
+    for view in [] if in_json else views:
+        verdict, page = view.verdict, f"the whole run: verl-precision report {shlex.quote(str(view.run.path))}"
+        lines = [verdict.reason, f"next: {verdict.action}" if verdict.action else "", *view.problem.splitlines()[:2]]
+        lines += [f"alarm {each.name} at step {each.step}, since step {each.since_step}" for each in view.alarms[-4:]]
+        say("\n  ".join([f"{view.run.name}: {verdict.word}", *filter(None, lines), page]))
+    raise Exit(max(view.verdict.exit_code if view.readable else 3 for view in views))
+
+
 @verb("A run", needs=("jinja2", "starlette", "uvicorn"))
 def watch(
     runs: Annotated[list[Path], Argument(metavar="FOLDER", help="Folder of one or more runs; a run may start later.")],
@@ -99,6 +124,8 @@ def watch(
         from verl_precision.tools.runs.status import status_table
 
         found = live.views().values()
+        for each in found:
+            say(f"{each.run.name}: {each.verdict}")
         names = [(each.run.name, each.status, [alarm.name for alarm in each.alarms]) for each in found]
         console.print(status_table(names))
         for each in found:

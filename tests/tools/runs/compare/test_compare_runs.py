@@ -7,9 +7,11 @@ import shutil
 import threading
 
 import pytest
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from verl_precision.base.errors import RunFailedError
+from verl_precision.tools.actions.rescue import Action, decide_rescue
 from verl_precision.tools.runs.compare import grid
 from verl_precision.tools.runs.compare import run as compare
 from verl_precision.tools.runs.compare.summary import PassBar
@@ -70,6 +72,27 @@ def test_two_runs_are_compared(run, tmp_path):
     assert content["ratios"]["bf16/fp16"]["k3_kl"] > 10 and content["pass_bar"].keys() == {"bf16", "fp16"}
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written == {"bf16", "fp16", "summary.json", "comparison.png", "report.html"}
+
+
+def test_a_run_that_was_rescued_is_called_so(run, root, tmp_path):
+    def during(name, on_progress):
+        if name == "bf16":
+            on_progress("step 9/10", 1.5)
+            folder = tmp_path / "out" / name / "checkpoints"
+            trainer = {"default_local_dir": str(folder), "experiment_name": "bf16"}
+            actor = {"actor": {"checkpoint": {"load_contents": ["model"]}}}
+            config = OmegaConf.create({"trainer": trainer, "actor_rollout_ref": actor})
+            decide_rescue(config, Action("low_effective_sample_size", 9, 1))
+            on_progress("step 1/10", 1.6)
+
+    seen = run(PRECISIONS, during)
+    assert "bf16: rescued at step 9 to fp16; step 1/10" in seen and seen.count("bf16, rescued at step 9 to fp16") == 1
+    words = [seen.rpartition("explain --run")[2].partition(f"\n{name}: ")[2][:9] for name in ("bf16", "fp16")]
+    assert words == ["too short"] * 2, "at the end, a line for each run"
+    runs = json.loads((tmp_path / "out" / "summary.json").read_text())["runs"]
+    assert [(each["rescue"], each["verdict"]["word"]) for each in runs] == [
+        ("rescued at step 9 to fp16", "too short to judge"), ("", "too short to judge"),
+    ]  # fmt: skip
 
 
 def test_estimators_times_precisions_times_seeds_each_in_its_folder(run, tmp_path):

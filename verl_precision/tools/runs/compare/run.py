@@ -27,10 +27,11 @@ from verl_precision.base.owner import release, take
 from verl_precision.base.signals import completed
 from verl_precision.base.state import checked, read_state
 from verl_precision.base.versions import installed_versions
+from verl_precision.tools.actions.rescue import read_rescue
 from verl_precision.tools.checking.composing import read_recipe
 from verl_precision.tools.runs.compare.grid import PlannedRun, preset_of, run_name
 from verl_precision.tools.runs.compare.summary import PassBar, Summary, ratios, summarise, table
-from verl_precision.tools.runs.content import recorded_content
+from verl_precision.tools.runs.content import RunView, recorded_content
 from verl_precision.tools.runs.figures import draw_comparison
 from verl_precision.tools.runs.fork_server import workers_forked_on_cpu
 from verl_precision.tools.runs.launch import run_verl
@@ -123,7 +124,8 @@ def compare_runs(
         chosen = [*overrides, *run.overrides, f"trainer.default_local_dir={quoted(checkpoints)}"]
         checkpoints.mkdir(parents=True, exist_ok=True)  # run_identity.py writes into it which run owns it
         try:
-            return run_verl(config, chosen, folder / run.name, _teller(console, run.name, interrupted), True, threads)
+            tell = _teller(console, folder, run.name, interrupted)
+            return run_verl(config, chosen, folder / run.name, tell, True, threads)
         except BaseException:
             failed.set()
             raise
@@ -162,9 +164,16 @@ def _results(
         if run.name in seconds:
             (read,) = read_runs([folder / run.name])
             found.append(replace(read, name=run.name))
-            presets = {group: preset_of(group, [*overrides, *run.overrides]) for group in ("precision", "estimator")}
-            summaries.append(summarise(read.rows, seconds[run.name], run.arm, seed=run.seed, **presets))
+            about = {group: preset_of(group, [*overrides, *run.overrides]) for group in ("precision", "estimator")}
+            of_run = {"seed": run.seed, "rescue": _rescued(folder / run.name), "verdict": RunView(read, 0).verdict}
+            summaries.append(summarise(read.rows, seconds[run.name], run.arm, **about, **of_run))
     return found, summaries
+
+
+def _rescued(run: Path) -> str:
+    """Return in words that an alarm has continued the run of a folder in FP16; "" if none has."""
+    found = read_rescue(run / "checkpoints")
+    return "" if found is None else f"rescued at step {found.step} to {found.precision}"
 
 
 def _write(folder: Path, title: str, runs: list[Run], summaries: list[Summary], pass_bar: PassBar | None) -> None:
@@ -185,19 +194,22 @@ def _show(console: Console, folder: Path, runs: list[Run], summaries: list[Summa
     run_folder = f"{folder}/<arm>" + ("/seed_<n>" if summaries[0].seed is not None else "")
     text = f"written: {FIGURE}, {REPORT} and {SUMMARY} in {folder}; metrics.jsonl and train.log in {run_folder}\n"
     text += f"next, what causes the gap of a run: verl-precision explain --run {run_folder}"
+    text += "".join(f"\n{run.name}: {each.verdict}" for run, each in zip(runs, summaries, strict=True))
     console.print(text, highlight=False, soft_wrap=True)
 
 
-def _teller(console: Console, name: str, interrupted: threading.Event) -> Callable[[str, float], None]:
+def _teller(console: Console, folder: Path, name: str, interrupted: threading.Event) -> Callable[[str, float], None]:
     """Return a function that prints the progress of a run, from any thread: one line for each stage and step."""
-    said = ""
+    said, reached = "", 0
 
     def tell(stage: str, seconds: float) -> None:
-        nonlocal said
+        nonlocal said, reached
         if interrupted.is_set():
             raise KeyboardInterrupt  # Ctrl-C reaches only the main thread; this ends the run's processes
         if stage != said:
-            said = stage
-            console.print(f"[{seconds:5.0f} s] {name}: {said}", markup=False, highlight=False)
+            said, former = stage, reached
+            reached = int(stage.split()[1].partition("/")[0]) if stage.startswith("step ") else 0
+            again = f"{_rescued(folder / name) or 'started again'}; " if reached < former else ""
+            console.print(f"[{seconds:5.0f} s] {name}: {again}{said}", markup=False, highlight=False)
 
     return tell

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.mismatch.metric_names import K3_KL, LOG_PROB_GAP, PROBS_PEARSON
+from verl_precision.mismatch.verdict import Verdict
 from verl_precision.tools.runs.curves import mean
 from verl_precision.tools.runs.read import REWARD, Rows
 from verl_precision.tools.show.tables import terminal_table
@@ -17,7 +18,6 @@ LENGTH, STEP_SECONDS = "response_length/mean", "timing_s/step"
 REWARD_STEPS = 10  # steps of the mean reward at each end of a run
 # The k3 of a gap of 1.4e-7 nats, FP32's rounding of a log-prob between 1 and 2. Below it, a ratio has no meaning.
 _ROUNDING_K3 = 1e-14
-Verdict = dict[str, float | bool | None]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Summary:
     precision: str | None = None  # name of the precision preset, or None if the arm leaves it to the recipe
     estimator: str | None = None  # name of the estimator preset, or None if the arm leaves it to the recipe
     seed: int | None = None  # None if no seeds are given
+    rescue: str = ""  # in words, if an alarm has continued the run in FP16
+    verdict: Verdict | None = None
 
 
 def summarise(rows: Rows, seconds_total: float, arm: str, **about: Any) -> Summary:
@@ -93,7 +95,7 @@ class PassBar:
     above: float  # the value, in the reward's unit
     steps: int  # number of steps of the mean. A pass through the data is a good choice
 
-    def verdict(self, rows: Rows) -> Verdict:
+    def verdict(self, rows: Rows) -> dict[str, float | bool | None]:
         """Judge a run by its metrics of each step; a run shorter than the window is judged over all its steps.
 
         `reward` is the mean of the last steps. `since` is the step from which the mean has stayed above, or None.
@@ -129,7 +131,10 @@ def table(summaries: list[Summary]) -> Table:
     for arm, runs in by_arm(summaries).items():
         cells = [text.format(mean(value(run) for run in runs)) for value, text in _CELLS.values()]
         cells[1] = f"{mean(run.reward_first for run in runs):.3g} -> {cells[1]}"
-        rows.append([arm if len(runs) == 1 else f"{arm} ({len(runs)} seeds)", *cells])
+        rescued = [run.rescue for run in runs if run.rescue]
+        count = f"{len(rescued)} " if len(runs) > 1 else ""
+        name = arm if len(runs) == 1 else f"{arm} ({len(runs)} seeds)"
+        rows.append([f"{name}, {count}{'; '.join(dict.fromkeys(rescued))}" if rescued else name, *cells])
     for name, ratio in ratios(summaries).items():
         rows.append([f"ratio {name}", "", "", f"{ratio['log_prob_gap']:.3g}x", f"{ratio['k3_kl']:.3g}x", "", ""])
     windows = sorted({summary.reward_steps for summary in summaries})
