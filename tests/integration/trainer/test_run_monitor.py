@@ -246,6 +246,15 @@ def judged(judge: RunMonitor) -> tuple[list, dict]:
     return [error for error in errors if error is not None], steps[-1]
 
 
+def test_the_first_measured_step_says_where_the_length_leads_once_and_again_after_a_resume(caplog):
+    caplog.set_level("INFO", "verl_precision.mismatch")
+    for said in (1, 2):
+        judge = monitor(BYPASS, loss("vp_pg_seq_is"))
+        for step, k3 in enumerate((math.nan, 0.2, 0.3)):
+            judge.judge(step, {"mismatch/k3_kl": k3})
+        assert caplog.text.count("At 4 tokens a k3 of 0.2 ") == caplog.text.count("pg_seq_is") == said
+
+
 def test_alarms_are_said_once_counted_and_remembered(caplog, tmp_path):
     judge = monitor()
     errors, metrics = judged(judge)

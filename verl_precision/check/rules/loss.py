@@ -6,10 +6,15 @@ from dataclasses import replace
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.base.files import table_of
+from verl_precision.base.verl_config import engines, rollout_dtype
 from verl_precision.check.rules.rule import Environment, Fault, Severity, faults_raised_by, rule
+from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 from verl_precision.losses import settings as limits
 from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
 from verl_precision.losses.rollout_weights import WEIGHT_KINDS
+from verl_precision.mismatch.alarm import FEWEST
+from verl_precision.mismatch.prediction import prediction_in_words, weighting_of
 
 ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
@@ -187,6 +192,20 @@ def weights_not_applied(config: DictConfig, environment: Environment) -> Iterato
         problem = f"with rollout_is={weights} rejected tokens leave the mask, and with it the denominator"
         yield Fault(f"{CORRECTION}.rollout_rs", problem, "null")
     yield from faults_raised_by(limits.require_plain_weights, correction.get("rollout_is_batch_normalize"), weights)
+
+
+@rule("responses-too-long", "warning")
+def responses_too_long(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """A known model's k3 predicts what is left of the responses' weights at this length."""
+    one, tokens = weighting_of(config), config.actor_rollout_ref.rollout.response_length
+    dtypes = f"{engines(config)[0].compute} {rollout_dtype(config)}"
+    for known in table_of(__file__, "known_gaps.yaml"):
+        native = OmegaConf.select(config, ARITHMETIC_SETTING) in (None, "native")
+        k3 = known["k3"].get(dtypes) if native and known["model"].items() <= environment.model.items() else None
+        if k3 is not None and one.share(k3, tokens) < FEWEST:
+            said, _, remedy = prediction_in_words(k3, tokens, one).rpartition(" Use ")
+            problem = f"{said} This is a prediction; k3: {known['name']} ({known['source']})"
+            yield Fault("data.max_response_length", problem, "shorter responses", f"Use {remedy}")
 
 
 def _loss(config: DictConfig) -> str:

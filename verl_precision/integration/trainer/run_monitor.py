@@ -35,6 +35,7 @@ from verl_precision.mismatch.alarm import MismatchAlarm, act_on, remedies_in_use
 from verl_precision.mismatch.candidates import Candidates, lot_of
 from verl_precision.mismatch.groups import MismatchByTurn, MismatchByVersion, beta_of_current_version
 from verl_precision.mismatch.packing import flattened
+from verl_precision.mismatch.prediction import prediction_in_words, weighting_of
 from verl_precision.mismatch.settings import MismatchSettings
 from verl_precision.mismatch.verdict import Judge
 
@@ -77,7 +78,7 @@ class RunMonitor:
         self._mask: Any = None
         self._sets: dict[str, Any] = {}
         self._losses: dict[str, Statistic] = {}
-        self._seconds, self._failures = 0.0, 0
+        self._seconds, self._failures, self._predicted = 0.0, 0, False
 
     def fit(self, proceed, *args, **more):
         """Run the training loop, and log the verdict on the steps of this start, however it ends."""
@@ -200,6 +201,10 @@ class RunMonitor:
     def judge(self, step: int, metrics: MutableMapping[str, Any]) -> MismatchAlarmError | None:
         """Update the alarm, log what it raises, and return the error that should end the run, if any."""
         stop, start = None, time.perf_counter()
+        if not self._predicted and 0 < (k3 := names.of_current_version(metrics, names.K3_KL) or 0.0) < math.inf:
+            self._predicted = True
+            with self.guarded():
+                logger.info("%s", prediction_in_words(k3, self.request["longest_response"], weighting_of(self._config)))
         raised = self.verdicts.update(step, metrics)
         self.first_alarm_step = min((alarm.since_step for alarm in raised), default=None)
         try:

@@ -101,7 +101,9 @@ def test_table_and_figures_of_a_grid(store, tmp_path):
     assert "non-finite" not in header and "positive" not in header
     text = markdown(pairs, store.job, {"verl": "1"}, 2)
     assert "| 1 | fp16 | fp16 |" in text and "verl 1." in text and "tiny:qwen3" in text
+    assert "| bf16, bf16 | 32,768 | " in text.partition("Predicted from k3")[2]
     content = summary(pairs, 2)
+    assert content["pairs"][3]["predicted_spread"][512] == pytest.approx(math.sqrt(1024 * ranked(pairs)[3].k3))
     assert [(pair["rollout"], pair["train"]) for pair in content["pairs"]] == ranking
     assert content["pairs"][0]["mismatch/k3_kl"] == ranked(pairs)[0].k3
     assert json.dumps(content, allow_nan=False), "no NaN, which JSON has not"

@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from verl_precision.base.versions import installed_versions
+from verl_precision.mismatch.prediction import LENGTHS, predicted_spread, surviving_estimators, weighting_of
+from verl_precision.presets import preset_names
 from verl_precision.tools.engines.engine import SamplerSettings, ScorerSettings
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.model import find_model
@@ -80,6 +82,17 @@ def growth_cells(pairs: list[Pair]) -> tuple[list[str], list[list[str]]]:
     return ["tokens", *(f"{pair.rollout}, {pair.train}" for pair in order)], rows
 
 
+def prediction_cells(pairs: list[Pair]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of what each pair's k3 predicts at `LENGTHS`; no rows without a k3."""
+    rows = []
+    for k3, name in ((pair.k3, f"{pair.rollout}, {pair.train}") for pair in ranked(pairs) if not math.isnan(pair.k3)):
+        for n in LENGTHS:
+            lost = sorted({*preset_names("estimator")} - {*surviving_estimators(k3, n)})
+            numbers = f"{predicted_spread(k3, n):.2g}", f"{weighting_of('pg_seq_is').share(k3, n):.0%}"
+            rows.append([name, f"{n:,}", *numbers, ", ".join(lost) or "none"])
+    return ["rollout, train", "tokens", "spread", "share", "too few responses for"], rows
+
+
 def _text(value: float, form: str) -> str:
     return "undefined" if math.isnan(value) else format(value, form)
 
@@ -96,6 +109,8 @@ def markdown(pairs: list[Pair], settings: MismatchJob, versions: dict[str, str],
     if rows:
         lines += ["", "Spread (std) of the log ratio of a response's first tokens, nats, by their number:", ""]
         lines += markdown_table(header, rows)
+    lines += ["", "Predicted from k3: spread of log-weights, and effective share of the responses with pg_seq_is:", ""]
+    lines += markdown_table(*prediction_cells(pairs))
     return markdown_page("Training-inference mismatch, offline", about, versions, lines)
 
 
@@ -110,6 +125,8 @@ def summary(pairs: list[Pair], prompts: int) -> dict[str, Any]:
                     length: {"responses": count, "sequence_log_ratio_std": std}
                     for length, (count, std) in pair.growth.items()
                 },
+                "predicted_spread": {n: predicted_spread(pair.k3, n) for n in LENGTHS if pair.k3 >= 0},
+                "surviving_estimators": {n: surviving_estimators(pair.k3, n) for n in LENGTHS if pair.k3 >= 0},
                 **{key: finite(value) for key, value in pair.metrics.items()},
             }
             for pair in ranked(pairs)
