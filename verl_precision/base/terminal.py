@@ -4,8 +4,9 @@ import re
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 
-from rich.box import HEAVY_HEAD
-from rich.console import Console
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -18,20 +19,46 @@ def printable(text: str) -> str:
     return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+class _Fitted(Table):
+    """A table whose texts fold between words to fit its console; where that is not enough, a block for each row."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths, least = list[int](), list[int]()
+        for column in self.columns:
+            sizes = [Text(str(each)).__rich_measure__(console, options) for each in (column.header, *column.cells)]
+            widths.append(max(size.maximum for size in sizes))
+            folded = max(min(20, widths[-1]), *(size.minimum for size in sizes))  # below 20 a text is hard to read
+            least.append(widths[-1] if column.no_wrap else folded)
+        room = options.max_width - 2 * len(widths)  # of padding
+        while sum(widths) > room and (wide := [n for n, width in enumerate(widths) if width > least[n]]):
+            widths[max(wide, key=widths.__getitem__)] -= 1
+        for column, width in zip(self.columns, widths, strict=True):
+            column.width = width
+        if sum(widths) <= room:
+            yield from super().__rich_console__(console, options)
+            return
+        yield Text(str(self.title or ""), "italic", end="\n" if self.title else "")
+        headings = [str(column.header).replace("\n", " ") for column in self.columns]
+        for row, *cells in zip(self.rows, *(map(str, column.cells) for column in self.columns), strict=True):
+            words = [f"{name}: {cell}" if name else cell for name, cell in zip(headings, cells, strict=True) if cell]
+            texts = [Text(each, str(row.style or ""), overflow="fold") for each in words]
+            yield from texts[:1]
+            yield Padding(Columns(texts[1:], padding=(0, 3)), (0, 0, 0, 2))
+
+
 def terminal_table(
     columns: Sequence[str],
     rows: Iterable[Sequence[str]],
     words: int = 1,
     red: Collection[int] = (),
-    framed: bool = False,
     title: str | None = None,
 ) -> Table:
-    """Return a table for a console, with or without a frame.
+    """Return a table for a console; on a narrow console each row is a block of `name: value`.
 
-    The first `words` columns are text, aligned left. The other columns are numbers, aligned right, below a heading with
-    one word on each line; they do not fold on a narrow console. Rows whose numbers are in `red` are red.
+    The first `words` columns are text, aligned left, and fold between words. The other columns are numbers, aligned
+    right, below a heading with one word on each line; they do not fold. Rows whose numbers are in `red` are red.
     """
-    table = Table(title=title, title_justify="left", box=HEAVY_HEAD if framed else None, header_style="bold")
+    table = _Fitted(title=title, title_justify="left", box=None, header_style="bold")
     for number, column in enumerate(columns):
         heading, side = (column, "left") if number < words else (column.replace(" ", "\n"), "right")
         table.add_column(heading, justify=side, overflow="fold", no_wrap=number >= words)  # type: ignore[arg-type]

@@ -109,7 +109,7 @@ app = Typer(
     context_settings=_HELP,
     **_LOOK,  # type: ignore[arg-type]
 )
-console = Console(width=None if sys.stdout.isatty() else 120, emoji=False, markup=False)
+console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120, emoji=False, markup=False)
 errors = Console(stderr=True, emoji=False, markup=False)  # `:1234:` is no emoji, and `a[b]` no style
 FIGURES, ENGINES = ("jinja2", "matplotlib"), ("torch", "transformers", "vllm")  # packages that verbs need
 _PROGRESS_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # huggingface_hub and transformers read it when they are imported

@@ -124,13 +124,13 @@ def show_recipe(report: "RecipeReport", to: Console) -> None:
     _print(f"{counts['error']} error(s), {counts['warning']} warning(s), {counts['unchecked']} not checked", to)
     if report.way_out:
         _print(f"To use the presets' values, leave out: {shlex.join(report.way_out['leave_out'])}", to)
-        _print(f"The whole command: {report.way_out['command']}", to)
+        to.print(Text(f"The whole command: {report.way_out['command']}"), soft_wrap=True)  # in one piece, to copy it
         _print("Or add +presets=win to the command as it is.", to)
 
 
 def _print(line: str, to: Console = console, style: str = "") -> None:
     if line:
-        to.print(Text(line, style), soft_wrap=True)
+        to.print(Text(paragraph(line, to), style), soft_wrap=True)
 
 
 def _check_model(model: Path, as_json: bool) -> bool:

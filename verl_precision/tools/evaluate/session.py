@@ -247,7 +247,7 @@ def build_sanity_set(settings: SanitySet, console: Console) -> dict[str, Any]:
         summary |= {"unreadable": sum(judging.left_out.values()), "overlong": len(lengths) - len(problems)}
         job.write({"summary": summary, "problems": {name: asdict(one) for name, one in responses.tallies.items()}})
         rows = [(name.replace("_", " "), str(value)) for name, value in summary.items()]
-        console.print(terminal_table(["sanity set", ""], rows, framed=True))
+        console.print(terminal_table(["sanity set", ""], rows))
         if not summary["kept"]:
             problem = f"{settings.window} keeps none of {len(problems)} problems. Their number by accuracy, "
             problem += f"from 0 to 10%, 10 to 20%, ...: {', '.join(map(str, summary['histogram']))}"

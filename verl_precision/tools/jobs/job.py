@@ -18,8 +18,8 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.markdown import Markdown
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markdown import Markdown, TableElement
 
 from verl_precision.base.content import response_seed
 from verl_precision.base.errors import CheckpointStateError
@@ -30,7 +30,7 @@ from verl_precision.tools.engines.engine import Response, SampleRequest
 from verl_precision.tools.engines.engine_process import EngineProcess
 from verl_precision.tools.jobs.journal import START_AGAIN, Journal, Key
 from verl_precision.tools.jobs.settings import JobSettings, PromptedJob
-from verl_precision.tools.show.tables import write_json
+from verl_precision.tools.show.tables import terminal_table, write_json
 
 _VERSION = "version of "
 PROMPTS = "prompt_token_ids"
@@ -65,6 +65,17 @@ class Tasks:
     def record(self, response: Response) -> None:
         """Write a response to the journal, then count it."""
         raise NotImplementedError
+
+
+class _Table(TableElement):
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        (table,) = super().__rich_console__(console, options)
+        rows = zip(*(map(str, column.cells) for column in table.columns), strict=True)  # type: ignore[union-attr]
+        yield terminal_table([str(column.header) for column in table.columns], rows)  # type: ignore[union-attr]
+
+
+class _Page(Markdown):
+    elements = Markdown.elements | {"table_open": _Table}
 
 
 class Job:
@@ -104,7 +115,7 @@ class Job:
         write_json(self.folder / "summary.json", {**content, **self.envelope()})
         if table is not None:
             write_file(self.folder / "table.md", table, replace=True)
-            self.console.print(Markdown(table))
+            self.console.print(_Page(table))
 
     def show_written(self, names: Sequence[str], then: str = "") -> None:
         """Print which files were written to the folder, and then the next step."""

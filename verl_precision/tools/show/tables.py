@@ -9,8 +9,6 @@ from typing import Any
 from verl_precision.base.files import write_file
 from verl_precision.base.terminal import terminal_table as terminal_table
 
-_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return the lines of a table in Markdown."""
@@ -38,17 +36,7 @@ def percent_text(share: float, digits: int = 0) -> str:
     return f"{round(share, digits + 2) + 0.0:.{digits}%}"
 
 
-def short_text(value: float) -> str:
-    """Return a number with two digits, e.g. 7.2e-04; zero as 0."""
-    return f"{value:.1e}" if value else "0"
-
-
 def number_text(value: float) -> str:
-    """Return a number for readers: 6.3·10⁻⁷, 65536, 0.25, NaN."""
-    if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
-    mantissa, _, exponent = f"{value:.{6 if abs(value) >= 1e4 else 4}g}".partition("e")
-    if not exponent:
-        return mantissa
-    power = "10" + str(int(exponent)).translate(_SUPERSCRIPT)
-    return power if mantissa == "1" else f"{mantissa}·{power}"
+    """Return a number of three digits for readers, whole from 1000 to a million: 6.3e-07, 65536, 0.25, NaN."""
+    text = f"{value:.0f}" if 999.5 <= abs(value) < 1e6 else f"{value:.3g}"
+    return text.replace("nan", "NaN").replace("inf", "∞")

@@ -8,21 +8,24 @@ from typing import Any
 from rich.console import Console
 
 from verl_precision.cli.verb import say
+from verl_precision.mismatch.prediction import LENGTHS, prediction_in_words
 from verl_precision.tools.gap.explain.judge import Finding, Result
 from verl_precision.tools.gap.settings import Explanation
-from verl_precision.tools.show.tables import percent_text, short_text, terminal_table, write_json
+from verl_precision.tools.show.tables import number_text, percent_text, terminal_table, write_json
 
 FILE = "explanation.json"
-_COLUMNS = ("step: what is changed", "size (nats)", "by rounding", "part of |gap|", "share of k3", "k3 without", "")
+_COLUMNS = ("step", "size (nats)", "by rounding", "share of k3", "k3 without", "")
 
 
 def verdict(job: Explanation, result: Result) -> str:
-    """Return the answer in a sentence or two."""
+    """Return the answer in a few sentences: the gap, whether something is wrong, and at which length it matters."""
+    lengths = (job.max_response_tokens, LENGTHS[-1])
+    matters = " ".join(prediction_in_words(result.attribution.k3, tokens) for tokens in lengths)
     gap = f"Mean |gap| {result.attribution.nats:.2e} nats, k3 {result.attribution.k3:.2e}."
     if faults := [f"{each.variant.cause}: {each.cause.title}" for each in result.findings if each.fault]:
-        return f"{gap} Something is wrong. {'; '.join(faults)}."
+        return f"{gap} Something is wrong. {'; '.join(faults)}. {matters}"
     pair = f"{job.train_dtype} training with a {job.rollout_dtype} rollout"
-    return f"{gap} Nothing is wrong: this is what {pair} costs on this model."
+    return f"{gap} Nothing is wrong: this is what {pair} costs on this model. {matters}"
 
 
 def rows(result: Result) -> list[tuple[str, ...]]:
@@ -30,9 +33,9 @@ def rows(result: Result) -> list[tuple[str, ...]]:
     return [
         (
             f"{each.variant.cause}: {each.variant.words}",
-            *map(short_text, (each.part.size, each.expected, each.part.nats)),
+            *map(number_text, (each.part.size, each.expected)),
             percent_text(result.attribution.share(each.part), 1),
-            short_text(each.part.without),
+            number_text(each.part.without),
             "FAULT" if each.fault else "",
         )
         for each in result.findings
@@ -40,9 +43,10 @@ def rows(result: Result) -> list[tuple[str, ...]]:
 
 
 def advice(result: Result) -> list[Finding]:
-    """Return the steps that need a remedy: the faults; without faults the largest cost of a dtype."""
+    """Return the steps with a remedy: the faults; without faults the largest part, unless its remedy is in use."""
     faults = [each for each in result.findings if each.fault]
-    return faults or [each for each in result.findings if each.part.k3 > 0][:1]
+    in_use = "precision=fp16" if result.chain[0].dtype == result.chain[-1].dtype == "fp16" else ""
+    return faults or [each for each in result.findings[:1] if each.part.k3 > 0 and each.cause.remedy != in_use]
 
 
 def show(job: Explanation, result: Result, console: Console) -> None:
@@ -51,7 +55,8 @@ def show(job: Explanation, result: Result, console: Console) -> None:
     faults = {number for number, finding in enumerate(result.findings) if finding.fault}
     console.print(terminal_table(_COLUMNS, rows(result), red=faults))
     for each in advice(result):
-        say(f"{each.variant.cause}: {each.cause.remedy}. Effect: {each.cause.effect}.", console)
+        when = "" if each.fault else "Only if this gap is too large: "
+        say(f"{when}{each.variant.cause}: {each.cause.remedy}. Effect: {each.cause.effect}.", console)
     if left_out := result.attribution.left_out:
         say(f"{left_out} tokens have no finite log-prob in at least one variant and are left out.", console)
 

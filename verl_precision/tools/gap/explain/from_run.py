@@ -1,6 +1,7 @@
 """The settings of `explain` for a recipe or a run."""
 
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,7 @@ def explained_by(config: DictConfig) -> dict[str, Any]:
 
 def show_run(source: Path, console: Console) -> None:
     """Print the command that explains a run: a folder of `verl-precision compare`, or a metrics file."""
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
-
+    say = partial(console.print, highlight=False, soft_wrap=True)  # not wrapped: commands are copied
     run, *others = read_runs([source])
     if others:
         names = ", ".join(each.name for each in (run, *others))

@@ -180,7 +180,7 @@ class _Replay(Series):
             return bool((ours != theirs).any())
 
         keys = [*filter(differ, store.keys)]
-        what = f"responses scored: with the experts of {variant.name}"
+        what = f"responses scored with other experts: {variant.words}"
         super().__init__(store, ROLLOUT, f"{REPLAYED} {variant.name}", what, keys)
 
     def _request(self, problem: str, response: int) -> SampleRequest:

@@ -10,12 +10,11 @@ from matplotlib.figure import Figure
 
 from verl_precision.tools.gap.pairs.measure import Pair
 from verl_precision.tools.show.colours import COLOURS
-from verl_precision.tools.show.figures import new_figure, style, write_png
+from verl_precision.tools.show.figures import INK, new_figure, style, write_png
 
 _TOKENS: dict[str, Any] = {"s": 3, "alpha": 0.25, "linewidths": 0, "rasterized": True}
 _RESPONSES: dict[str, Any] = {**_TOKENS, "s": 9, "alpha": 0.5}
-_LINE: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 0.8, "zorder": 0.5}
-_BOX = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+_LINE: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 0.8, "zorder": 0.5}
 
 
 def write_figures(folder: Path, pairs: list[Pair], title: str) -> list[str]:
@@ -40,7 +39,7 @@ def write_figures(folder: Path, pairs: list[Pair], title: str) -> list[str]:
         axis.axhline(0, **_LINE)
         axis.scatter(pair.lengths, pair.sequence_log_ratios, color=colour, **_RESPONSES)
         for side in (-1, 1):
-            axis.plot([*pair.growth], [side * std for _, std in pair.growth.values()], color="black", linewidth=0.8)
+            axis.plot([*pair.growth], [side * std for _, std in pair.growth.values()], color=INK, linewidth=0.8)
         return f"std {pair.metric('sequence_log_ratio_std'):.1e}"
 
     figures = {
@@ -60,7 +59,7 @@ def _panels(pairs: list[Pair], x_label: str, y_label: str, draw: Callable[[Axes,
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for axis, pair in zip(axes.flat, pairs, strict=True):
         note = draw(axis, pair, COLOURS[pair.rollout != pair.train])
-        axis.text(0.04, 0.96, note, transform=axis.transAxes, va="top", fontsize=9, bbox=_BOX)
+        axis.text(0.04, 0.96, note, transform=axis.transAxes, va="top", fontsize=9)
         style(axis, title=f"rollout {pair.rollout.upper()}, train {pair.train.upper()}")
     figure.supxlabel(x_label, fontsize=10)
     figure.supylabel(y_label, fontsize=10)

@@ -140,4 +140,4 @@ def table(summaries: list[Summary]) -> Table:
     windows = sorted({summary.reward_steps for summary in summaries})
     steps = " to ".join(map(str, dict.fromkeys((windows[0], windows[-1]))))
     title = f"Training-inference mismatch, mean over steps; reward, mean of the first -> last {steps} steps"
-    return terminal_table(["arm", *_CELLS], rows, framed=True, title=title)
+    return terminal_table(["arm", *_CELLS], rows, title=title)
