@@ -179,6 +179,42 @@ def test_tokens_by_damage_with_what_was_decided(page, serve, folder):
     assert page.errors() == []
 
 
+def test_ten_verdicts_are_read_without_scrolling_the_sick_first_each_with_its_bar(page, serve, folder, root):
+    recorded = root / "tests" / "mismatch" / "recorded"
+    sick = [recorded / "seeded_collapse.jsonl", recorded / "long_text" / "bf16.jsonl"]
+    sick += [recorded / "rescued" / name / "before.jsonl" for name in ("collapse_200_seed_0", "phantom_clipping_seed_1")]
+    calm = sorted((recorded / "rescued").glob("*_seed_0/after.jsonl"))
+    calm += [recorded / "sanity_arithmetic_fp16.jsonl", root / "tests" / "data" / "quickstart" / "bf16" / "metrics.jsonl"]
+    for number, path in enumerate([*calm, *sick]):
+        (folder / f"run_{number}").mkdir(parents=True)
+        (folder / f"run_{number}" / "metrics.jsonl").write_bytes(path.read_bytes())
+    grown = write_run(folder / "run_9", 40)
+    add(grown, *(row(step, **{"mismatch/k3_kl": 1e-2, "is_weight_ess_fraction": 0.009}) for step in range(41, 70)))
+    for scheme in ("light", "dark"):
+        page.open(serve(folder).url, 1280, scheme)
+        figures = drawn(page)
+        words = page.js("[...document.querySelectorAll('#verdicts .badge')].map((badge) => badge.textContent)")
+        order = ["act now", "watch", "too short to judge", "healthy"]
+        assert len(words) == 10 and words == sorted(words, key=order.index) and {"act now", "healthy"} <= {*words}
+        assert page.js("document.getElementById('verdicts').getBoundingClientRect().bottom") < 720
+        cards = "[...document.querySelectorAll('#runs .badge')].map((badge) => badge.textContent)"
+        assert page.js(cards) == words
+        # Two alarms of one cause are one card, the gravest on top and its first remedy unfolded; the number has its bar.
+        card = "[...document.querySelectorAll('#alarms .card')].filter((each) => each.innerText.startsWith('run_9'))"
+        assert page.js(f"{card}.length") == 1 and page.js(f"{card}[0].querySelector('.bad').textContent") == "k3_growth"
+        assert "precision=fp16" in page.js(f"{card}[0].querySelector('.first code').innerText")
+        samples = "[...document.querySelectorAll('[data-now=\"effective sample\"].bad + .bad')].map((e) => e.innerText)"
+        assert page.js(f"new Set({samples}).has('too small: below 0.2')")
+        assert page.js("document.querySelectorAll('#figure-sample .limit').length") == 1
+        # A chip has its curve's colour in both schemes; a curve without change is a line of text.
+        chip = "getComputedStyle(document.querySelector('#verdicts .chip')).backgroundColor"
+        inks = "[...document.querySelectorAll('#figure-reward .curve')].map((curve) => getComputedStyle(curve).stroke)"
+        assert page.js(chip) in page.js(inks)
+        assert figures["figure-skipped"] and page.js("document.getElementById('figure-skipped').matches('.flat')")
+        away = "performance.getEntriesByType('resource').filter((each) => !each.name.startsWith(location.origin)).length"
+        assert page.js(away) == 0 and page.errors() == []
+
+
 def test_a_report_from_the_disk_draws_the_same_curves(page, serve, folder, tmp_path):
     for run in range(2):
         write_run(folder / f"run_{run}", 700, run)

@@ -174,6 +174,12 @@ class MismatchAlarm:
         """Number of measured steps that the baseline still needs."""
         return self.settings.baseline_steps - max(len(growth.baseline) for growth in self._growing.values())
 
+    @property
+    def allowed(self) -> dict[str, float]:
+        """The largest value that is no growth, of each metric whose baseline is complete."""
+        growing = zip((names.K3_KL, names.LOG_PROB_GAP), self._growing.values(), strict=True)
+        return {metric: each.allowed()[1] for metric, each in growing if len(each.baseline) == each.baseline_steps}
+
     def update(self, step: int, metrics: Mapping[str, object]) -> list[Alarm]:
         """Take all metrics of one step, in the order of steps; return new alarms, each once until it has recovered.
 

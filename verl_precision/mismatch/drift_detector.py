@@ -114,10 +114,14 @@ class Growth:
         sigma = SIGMA_PER_MAD * median(abs(x - centre) for x in self.baseline)
         return centre, max(math.log(self.allowed_growth), 2 * sigma)
 
+    def allowed(self) -> tuple[float, float]:
+        """Return the usual and the allowed value of a complete baseline."""
+        centre, tolerance = self.reference()
+        return math.exp(centre / self.power), math.exp((centre + tolerance) / self.power)
+
     def normal(self) -> str:
         """Return the baseline and the allowed value in words."""
-        centre, tolerance = self.reference()
-        usual, allowed = (math.exp(x / self.power) for x in (centre, centre + tolerance))
+        usual, allowed = self.allowed()
         return f"baseline of the first {self.baseline_steps} steps {usual:.3g}, allowed {allowed:.3g}"
 
     def state(self) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from verl_precision.engine.router_replay import AGREEMENT
-from verl_precision.mismatch.metric_names import PHANTOM_CLIPPED, PROBS_PEARSON
+from verl_precision.mismatch import alarm
+from verl_precision.mismatch.metric_names import K3_KL, LOG_PROB_GAP, PHANTOM_CLIPPED, PROBS_PEARSON, SKIPPED_STEPS
 from verl_precision.tools.runs.content import recorded_content
-from verl_precision.tools.runs.curves import PANELS, points_of
+from verl_precision.tools.runs.curves import LIMITS, PANELS, points_of
 from verl_precision.tools.runs.page import page
 from verl_precision.tools.runs.read import Run, read_runs
 from verl_precision.tools.show.tables import number_text, percent_text
@@ -87,14 +88,30 @@ def test_of_two_names_of_a_metric_the_one_without_verls_prefix_and_the_first_of_
     assert points_of([{"step": 1, "critic/rewards/mean": 1.0}]) == {"reward/reward": {1: 1.0}}
 
 
+def test_the_bars_on_the_page_are_the_bounds_of_the_alarms():
+    """A hair beyond a bar the alarm's bound is passed, and a hair within it is not."""
+    sides = {"above": (1, -1), "below": (-1, 1), "down to": (0, 1)}
+    bounds = {limit.metric: limit for limits in alarm.LIMITS.values() for limit in limits}
+    shown = {metric for panel in PANELS for each in panel.metrics.values() for metric in each.split(" or ")}
+    assert shown & bounds.keys() - {SKIPPED_STEPS, LOG_PROB_GAP} <= LIMITS.keys(), "every number has its bar"
+    for metric in LIMITS.keys() & bounds.keys():
+        (bar,) = LIMITS[metric]
+        (side,) = bar.keys() & sides.keys()
+        out, within = (bar[side] + 1e-9 * sign for sign in sides[side])
+        found = [bounds[metric].beyond(1 - at if metric == PROBS_PEARSON else at) for at in (out, within)]
+        assert found == [True, False], metric
+    calm, short = recorded_content([run_of("calm"), run_of("short", steps=9)])["runs"]
+    assert calm["allowed"] == {K3_KL: pytest.approx(3e-5)} and short["allowed"] == {}
+
+
 def test_panels_have_names_and_metrics_of_their_own():
     metrics = [metric for panel in PANELS for metric in panel.metrics.values()]
     assert len({panel.name for panel in PANELS}) == len(PANELS) and len(set(metrics)) == len(metrics)
 
 
 @pytest.mark.parametrize(("value", "text"), [
-    *((6.3e-7, "6.3·10⁻⁷"), (1e-8, "10⁻⁸"), (65536.0, "65536"), (0.25, "0.25"), (0, "0"), (-42.345678, "-42.35")),
-    *((-2.5e-6, "-2.5·10⁻⁶"), (3e12, "3·10¹²"), (math.nan, "NaN"), (-math.inf, "-∞")),
+    *((6.3e-7, "6.3e-07"), (1e-8, "1e-08"), (65536.0, "65536"), (0.25, "0.25"), (0, "0"), (-42.345678, "-42.3")),
+    *((-2.5e-6, "-2.5e-06"), (3e12, "3e+12"), (999.9, "1000"), (math.nan, "NaN"), (-math.inf, "-∞")),
 ])  # fmt: skip
 def test_numbers_as_people_read_them(value, text):
     assert number_text(value) == text

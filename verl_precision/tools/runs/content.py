@@ -97,6 +97,7 @@ class RunView:
             "verdict": asdict(self.verdict),
             "alarms": [asdict(alarm) for alarm in self.alarms],
             "baselineMissing": self._judge.alarm.baseline_missing,
+            "allowed": self._judge.alarm.allowed,
             "summary": {name: numbers_of(points) for name, points in self.points.items()},
             "kept": self.kept,
         }

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,7 @@ class Panel(NamedTuple):
 
 
 PANELS = tuple(Panel(**known) for known in table_of(__file__))
+LIMITS: Mapping[str, Sequence[Mapping[str, Any]]] = table_of(__file__, "limits.yaml")  # metric -> bars of its number
 _CURVES = {f"{panel.name}/{label}": metric for panel in PANELS for label, metric in panel.metrics.items()}
 _PEARSON = next(curve for curve, metric in _CURVES.items() if metric == PROBS_PEARSON)
 

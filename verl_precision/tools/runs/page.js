@@ -7,6 +7,10 @@ const LIVE = DATA.state === null;
 const DASHES = ["", "6 3", "2 3", "8 3 2 3"];
 const GREY = "#8a9099";
 const MARKED = 60; // most points of a curve whose points have marks
+const RANKS = ["act now", "cannot be read", "watch", "too short to judge", "no verdict", "healthy"]; // words of a verdict
+const COLOUR = { "act now": "bad", "cannot be read": "bad", watch: "warn", healthy: "good" };
+const GRAVITY = Object.values(DATA.causes || {}).flat(); // names of alarms, the gravest first
+const CODE = /(`[^`]+`|verl-precision [a-z]+(?: [^\s,;()]+)*|\+?[a-z_][\w.\/]*=[^\s,;)]+)/;
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const page = { version: 0, runs: [], curves: {}, expected: [], missing: [] };
 const hidden = new Set(); // curves that are not drawn
@@ -24,19 +28,18 @@ function make(tag, attributes = {}, ...children) {
     else if (name === "colour") element.style.background = value;
     else if (value !== null && value !== false) element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
   return element;
 }
 
-function numberText(given) {
-  const value = Number(given);
+/* Return a number with three digits, from 1000 to a million as an integer; as `number_text` in Python. */
+function numberText(given, digits = 3) {
+  const value = Number(given), size = Math.abs(value);
   if (!Number.isFinite(value)) return Number.isNaN(value) ? "NaN" : value > 0 ? "∞" : "-∞";
-  if (value === 0) return "0";
-  const digits = Math.abs(value) >= 1e4 ? 6 : 4;
+  if (size >= 999.5 && size < 1e6) return value.toFixed(0);
   const [mantissa, exponent] = value.toExponential(digits - 1).split("e");
-  if (exponent >= -4 && exponent < digits) return String(Number(value.toPrecision(digits)));
-  const power = "10" + String(Number(exponent)).replace(/[-0-9]/g, (c) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(c)]);
-  return Number(mantissa) === 1 ? power : `${Number(mantissa)}·${power}`;
+  if (value === 0 || (exponent >= -4 && exponent < digits)) return String(Number(value.toPrecision(digits)));
+  return `${Number(mantissa)}e${exponent[0]}${exponent.slice(1).padStart(2, "0")}`;
 }
 
 function durationText(seconds) {
@@ -49,7 +52,7 @@ function durationText(seconds) {
 
 /* Make a part of the page again if its content has changed; the focus stays in its place. */
 function fill(id, content, build) {
-  const key = JSON.stringify(content);
+  const key = JSON.stringify([dark.matches, content]);
   if (drawn[id] === key) return;
   drawn[id] = key;
   const place = $(id), focus = place.contains(document.activeElement) ? document.activeElement.id : "";
@@ -59,15 +62,61 @@ function fill(id, content, build) {
 
 const pathParts = (path) => path.split(/(?<=[\/_])/).flatMap((part) => [part, make("wbr")]);
 const counted = (number, one) => `${number} ${one}${number === 1 ? "" : "s"}`;
-const chip = (run) => make("i", { class: "chip", colour: run.colour });
+const chip = (run) => make("i", { class: "chip", colour: inkOf(run.colour, dark.matches) });
+const whole = (text) => text.split(/(\S*\de-\d\S*)/).map((part, at) => (at % 2 ? make("span", { class: "whole" }, part) : part)); // no line breaks in 1e-05
+const inCode = (text) => text.split(CODE).map((part, at) => (at % 2 ? make("code", {}, part.replaceAll("`", "")) : part));
 const explain = (run) => make("code", {}, `verl-precision explain --run ${shellText(run.path)}`);
 const shellText = (path) => (/^[\w@%+=:,.\/-]+$/.test(path) ? path : `'${path.replaceAll("'", `'"'"'`)}'`);
+
+/* ---- verdicts, and the bars of numbers ---- */
+
+const verdictOf = (run) => (run.standing.state === "unreadable" ? { word: "cannot be read", reason: run.problem, action: "" }
+  : run.verdict || { word: "no verdict", reason: "this server is older than the verdict", action: "" });
+const rank = (run) => RANKS.indexOf(verdictOf(run).word);
+const sickFirst = () => [...page.runs].sort((one, other) => rank(one) - rank(other));
+const badge = (run) => make("span", { class: `badge ${COLOUR[verdictOf(run).word] || ""}` }, verdictOf(run).word);
+
+function showVerdicts() {
+  const runs = sickFirst();
+  fill("verdicts", runs.map((run) => [run.id, run.name, run.path, run.colour, verdictOf(run)]), () => runs.map((run) => {
+    const { reason, action } = verdictOf(run), text = action.replace(/\b(RUN|FOLDER)\b/, shellText(run.path));
+    return make("li", {}, badge(run), make("a", { class: "name", href: `#run-${run.id}` }, chip(run), pathParts(run.name)),
+      make("span", { class: "why" }, whole(reason), action ? [". ", make("b", {}, "Do: "), inCode(text), " ", copyButton(text)] : ""));
+  }));
+}
+
+/* Return a button that copies the first code of a text; null if it has none. */
+function copyButton(text) {
+  const copied = text.split(CODE)[1]?.replaceAll("`", "");
+  const copy = ({ target }) => navigator.clipboard.writeText(copied).then(() => { target.textContent = "copied"; }, (error) => { target.textContent = error.message; });
+  return copied ? make("button", { class: "copy", title: copied, onclick: copy }, "copy") : null;
+}
+
+/* Return the bars of a metric `one or another`: those of every run, and the growth above its baseline that a run may have. */
+function barsOf(metric, run) {
+  const names = metric.split(" or ");
+  const known = names.flatMap((name) => (DATA.limits || {})[name] || []), allowed = names.map((name) => run?.allowed?.[name]).find((value) => value !== undefined);
+  return [...known, ...(allowed === undefined ? [] : [{ word: "growth", above: allowed, run }])];
+}
+
+const barAt = (bar) => Number(bar.above ?? bar.below ?? bar["down to"]);
+const barText = (bar) => `${bar.word}: ${["above", "below", "down to"].find((side) => side in bar)} ${numberText(barAt(bar))}`;
+const isBeyond = (bar, value) => (bar.above !== undefined ? value > barAt(bar) : bar.below !== undefined ? value < barAt(bar) : value <= barAt(bar));
+
+function nowOf(run) {
+  return Object.entries(DATA.now || {}).flatMap(([title, curves]) => {
+    const curve = curves.find((each) => run.summary[each]), [name, label] = (curve || "").split(/\/(.*)/s);
+    if (!curve) return [];
+    const value = Number(run.summary[curve][2]), panel = DATA.panels.find((each) => each.name === name);
+    return [[title, numberText(value), barsOf(panel.metrics[label], run).filter((bar) => isBeyond(bar, value)).map(barText).join(", ")]];
+  });
+}
 
 /* ---- the top, alarms, tables ---- */
 
 function showRuns() {
-  const content = page.runs.map((run) => ({ ...run, summary: 0, standing: { ...run.standing, age: 0 }, off: hidden.has(run.curve) }));
-  fill("runs", content, () => (page.runs.length ? page.runs.map(runCard) : make("p", {}, "There is no run yet.")));
+  const content = sickFirst().map((run) => ({ ...run, summary: nowOf(run), standing: { ...run.standing, age: 0 }, off: hidden.has(run.curve) }));
+  fill("runs", content, () => (page.runs.length ? sickFirst().map(runCard) : make("p", {}, "There is no run yet.")));
   for (const run of page.runs) {
     const place = $(`age-${run.id}`);
     if (!place || run.standing.age === null) continue;
@@ -77,9 +126,9 @@ function showRuns() {
 }
 
 function runCard(run) {
-  const { state, step, total, step_seconds: each, seconds_left: left, now } = run.standing;
+  const { state, step, total, step_seconds: each, seconds_left: left } = run.standing;
   const bad = state === "stopped growing" || state === "unreadable";
-  const words = { waiting: "waiting to begin", recorded: "recorded", unreadable: "cannot be read" }[state] || state;
+  const words = { waiting: "waiting to begin", unreadable: "" }[state] ?? state;
   const progress = [
     step === null ? "" : `step ${step}${total ? ` of ${total}` : ""}`,
     each === null ? "" : `${durationText(each)} a step`,
@@ -90,11 +139,11 @@ function runCard(run) {
   return make(
     "section", { class: "card", id: `run-${run.id}`, "data-state": state },
     make("div", { class: "head" },
-      make("label", {}, make("input", box), " ", chip(run), make("b", {}, run.name)),
-      make("span", { class: `badge ${bad ? "bad" : state === "finished" || state === "running" ? "good" : ""}`, id: `state-${run.id}` }, words)),
+      make("label", {}, make("input", box), " ", chip(run), make("b", {}, pathParts(run.name))),
+      badge(run), make("span", { class: bad ? "bad" : "", id: `state-${run.id}` }, words)),
     total ? make("progress", { max: total, value: step, "aria-label": `steps of ${run.name}` }) : null,
     make("div", {}, make("span", { id: `progress-${run.id}` }, progress.filter(Boolean).join(" · ")), " ", LIVE && run.standing.age !== null ? make("small", { id: `age-${run.id}` }) : null),
-    make("dl", {}, Object.entries(now).map(([title, text]) => make("div", {}, make("dt", {}, title), make("dd", { "data-now": title }, text)))),
+    make("dl", {}, nowOf(run).map(([title, text, beyond]) => make("div", {}, make("dt", {}, title), make("dd", { "data-now": title, class: beyond ? "bad" : null }, text), beyond ? make("small", { class: "bad" }, whole(beyond)) : null))),
     make("div", {}, run.alarms.length ? [make("span", { class: "bad" }, `alarms: ${run.alarms.length}`), ...alarms.flat()] : step === null ? "" : make("span", { class: "good" }, "no alarm")),
     run.problem ? make("div", { class: "bad" }, run.problem) : null,
     make("small", {}, pathParts(run.path), run.notes.map((note) => [make("br"), note]).flat()),
@@ -112,7 +161,7 @@ const alarmId = (run, alarm) => `alarm-${run.id}-${alarm.name}-${alarm.step}`;
 function showAlarms() {
   const content = page.runs.map((run) => [run.id, run.name, run.colour, run.alarms, run.baselineMissing, run.kept]);
   fill("alarms", content, () => {
-    const cards = page.runs.flatMap((run) => run.alarms.map((alarm) => alarmCard(run, alarm)));
+    const cards = sickFirst().flatMap((run) => alarmGroups(run).map((group) => alarmCard(run, group)));
     const calm = page.runs.filter((run) => run.standing.step !== null && (run.baselineMissing > 0 || !run.alarms.length));
     return [
       make("div", { class: "grid" }, cards),
@@ -124,15 +173,31 @@ function showAlarms() {
   });
 }
 
-function alarmCard(run, alarm) {
+/* Return a run's alarms in groups of one cause, the gravest group and the gravest alarm first. */
+function alarmGroups(run) {
+  const causes = Object.values(DATA.causes || {}), groups = new Map();
+  const gravity = (alarm) => (GRAVITY.includes(alarm.name) ? GRAVITY.indexOf(alarm.name) : GRAVITY.length);
+  for (const alarm of [...run.alarms].sort((one, other) => gravity(one) - gravity(other) || one.step - other.step)) {
+    const cause = causes.find((names) => names.includes(alarm.name)) || alarm.name;
+    groups.set(cause, [...(groups.get(cause) || []), alarm]);
+  }
+  return [...groups.values()];
+}
+
+const alarmHead = (alarm) => [make("b", { class: "bad" }, alarm.name), ` at step ${alarm.step}, since step ${alarm.since_step}: `, make("code", {}, alarm.metric), ` = `, whole(`${numberText(alarm.seen)}; ${alarm.normal}`)];
+
+function alarmCard(run, [gravest, ...others]) {
+  const [first, ...more] = gravest.advice.try_first, step = gravest.step, began = gravest.since_step;
   return make(
-    "section", { class: "card", id: alarmId(run, alarm) },
-    chip(run), make("b", {}, run.name), " ", make("b", { class: "bad" }, alarm.name), ` at step ${alarm.step}, since step ${alarm.since_step}`,
-    make("p", {}, make("code", {}, alarm.metric), ` = ${numberText(alarm.seen)}; ${alarm.normal}`),
-    make("p", {}, alarm.advice.meaning),
-    make("details", {}, make("summary", {}, "What to try, strongest first"), make("ol", {}, alarm.advice.try_first.map((fix) => make("li", {}, fix)))),
+    "section", { class: "card", id: alarmId(run, gravest) },
+    make("div", {}, chip(run), make("b", {}, run.name)), make("div", {}, alarmHead(gravest)),
+    make("p", {}, gravest.advice.meaning),
+    first ? make("p", { class: "first" }, make("b", {}, "Do first: "), inCode(first)) : null,
+    more.length ? make("details", {}, make("summary", {}, "Then, strongest first"), make("ol", { start: 2 }, more.map((fix) => make("li", {}, inCode(fix))))) : null,
+    gravest.advice.mistake ? make("p", {}, make("b", {}, "The common mistake: "), gravest.advice.mistake) : null,
+    others.length ? make("details", { open: others.length < 4 }, make("summary", {}, `${counted(others.length, "other alarm")} of the same cause`), make("ul", {}, others.map((alarm) => make("li", { id: alarmId(run, alarm) }, alarmHead(alarm))))) : null,
     make("p", {},
-      run.kept !== null && LIVE ? [make("a", { href: `#tokens-${run.id}-${alarm.step}` }, `Tokens of step ${alarm.step}`), " · ", make("a", { href: `#tokens-${run.id}-${alarm.since_step}` }, `of step ${alarm.since_step}, where it began`), make("br")] : null,
+      run.kept !== null && LIVE ? [make("a", { href: `#tokens-${run.id}-${step}` }, `Tokens of step ${step}`), " · ", make("a", { href: `#tokens-${run.id}-${began}` }, `of step ${began}, where it began`), make("br")] : null,
       make("small", {}, "To find the cause of the gap: ", explain(run))),
   );
 }
@@ -140,24 +205,27 @@ function alarmCard(run, alarm) {
 function showSummary() {
   const runs = page.runs.filter((run) => Object.keys(run.summary).length);
   fill("summary", runs.map((run) => [run.name, run.colour, run.summary]), () => {
-    const heads = ["mean", "ratio", "first", "last", "min", "max", "steps"].map((name) => make("th", { scope: "col" }, name));
+    const heads = SUMMARY.map((name) => make("th", { scope: "col" }, name));
     const bodies = DATA.panels.flatMap((panel) => Object.keys(panel.metrics).map((label) => summaryRows(panel, label, runs))).filter(Boolean);
     return [
-      make("div", { class: "wide" }, make("table", {}, make("thead", {}, make("tr", {}, make("th", { scope: "col", class: "left run" }, "run"), heads)), bodies)),
+      make("div", { class: "wide" }, make("table", { class: "blocks" }, make("thead", {}, make("tr", {}, make("th", { scope: "col", class: "left run" }, "run"), heads)), bodies)),
       make("p", {}, make("small", {}, "Mean: over the run's steps, or layers. Ratio: the first run's mean divided by this run's mean. It is 10 if this run's mean is a tenth of the first run's. The ratio is left out if a mean is zero or not a number, or if the two means have different signs.")),
     ];
   });
 }
+
+const SUMMARY = ["mean", "ratio", "last", "first", "min", "max", "steps"];
+const cell = (head, content, left) => make("td", { class: left ? "left" : null, "data-head": head }, content);
 
 function summaryRows(panel, label, runs) {
   const key = `${panel.name}/${label}`, found = runs.filter((run) => run.summary[key]);
   if (!found.length) return null;
   const first = Number(found[0].summary[key][0]);
   const rows = found.map((run, number) => {
-    const [mean, ...others] = run.summary[key], steps = others.pop(), ratio = first / Number(mean);
-    const cells = [mean, number && Number.isFinite(ratio) && ratio > 0 ? ratio : null, ...others];
+    const [mean, begin, last, low, high, steps] = run.summary[key], ratio = first / Number(mean);
+    const cells = [mean, number && Number.isFinite(ratio) && ratio > 0 ? ratio : null, last, begin, low, high];
     return make("tr", {}, make("td", { class: "left run" }, chip(run), run.name),
-      cells.map((value) => make("td", {}, value === null ? "" : numberText(value))), make("td", {}, String(steps)));
+      [...cells.map((value) => (value === null ? "" : numberText(value))), String(steps)].map((text, at) => cell(SUMMARY[at], text)));
   });
   return make("tbody", { "data-curve": key }, make("tr", {}, make("th", { scope: "rowgroup", class: "left", colspan: 8 }, Object.keys(panel.metrics).length > 1 ? `${panel.title}: ${label}` : panel.title, " ", make("small", {}, panel.unit))), rows);
 }
@@ -237,6 +305,8 @@ function drawing(panel, width, height, night) {
       for (const value of values || []) if (fits(value)) { if (value < low) low = value; if (value > high) high = value; }
     }
   }
+  const bars = barsIn(panel), shown = bars.filter((bar) => !log || (barAt(bar) < high * 30 && barAt(bar) > low / 30));
+  for (const at of low > high ? [] : shown.map(barAt)) { low = Math.min(low, at); high = Math.max(high, at); }
   if (low > high) [low, high] = [0, 1];
   if (!log && low === 0 && high === 0) high = 1;
   const scale = log ? Math.log : (value) => value;
@@ -253,7 +323,7 @@ function drawing(panel, width, height, night) {
   const unscale = log ? Math.exp : (value) => value;
   for (const tick of log ? logTicks(unscale(bottom), unscale(top), panel.log) : linearTicks(bottom, top, 6, false)) {
     svg.append(shape("line", { x1: frame.x, x2: frame.x + frame.width, y1: y(tick), y2: y(tick), stroke: line }),
-      shape("text", { x: frame.x - 6, y: y(tick) + 4, "text-anchor": "end" }, numberText(tick)));
+      shape("text", { x: frame.x - 6, y: y(tick) + 4, "text-anchor": "end" }, numberText(tick, 6)));
   }
   for (const tick of linearTicks(left, right, Math.max(2, Math.floor(frame.width / 80)), true)) {
     svg.append(shape("line", { x1: x(tick), x2: x(tick), y1: frame.y, y2: frame.y + frame.height, stroke: line }),
@@ -272,6 +342,11 @@ function drawing(panel, width, height, night) {
       if (own) svg.append(shape("path", { d: `M${at - 5} ${frame.y - 8}h10l-5 8z`, fill: colour }));
     }
   }
+  for (const bar of shown) {
+    const colour = bar.run ? inkOf(bar.run.colour, night) : night ? "#ff8a80" : "#b3261e", at = y(barAt(bar)), under = at < frame.y + 14 || ("below" in bar && at < frame.y + frame.height - 14);
+    svg.append(shape("line", { class: "limit", x1: frame.x, x2: frame.x + frame.width, y1: at, y2: at, stroke: colour, "stroke-dasharray": "7 4", opacity: 0.8 }),
+      shape("text", { x: frame.x + 4, y: at + (under ? 12 : -4), fill: colour, class: "of-limit" }, (bar.run && page.runs.length > 1 ? `${bar.run.name} ` : "") + barText(bar)));
+  }
   const longest = Math.max(0, ...series.map((each) => each.steps.length));
   for (const each of [...expected, ...series]) {
     const colour = each.colour === GREY ? GREY : inkOf(each.colour, night);
@@ -286,7 +361,35 @@ function drawing(panel, width, height, night) {
     });
     svg.append(shape("path", { class: "curve", d: path, fill: "none", stroke: colour, "stroke-width": 1.6, "stroke-dasharray": each.dash, "stroke-linejoin": "round" }));
   }
-  return { svg, all, x, y, fits, frame, left, right, log, series };
+  return { svg, all, x, y, fits, frame, left, right, log, series, unseen: bars.filter((bar) => !shown.includes(bar)) };
+}
+
+/* Return the bars of a panel, each once; of many runs, only the bars that a run's newest value is beyond. */
+function barsIn(panel) {
+  const found = new Map(), runs = page.runs.filter((run) => !hidden.has(run.curve));
+  for (const run of runs) for (const [label, metric] of Object.entries(panel.metrics)) {
+    const numbers = run.summary[`${panel.name}/${label}`];
+    if (numbers) for (const bar of barsOf(metric, run)) if (!bar.run || runs.length < 4 || isBeyond(bar, Number(numbers[2]))) found.set(`${barText(bar)} ${bar.run?.id}`, bar);
+  }
+  return [...found.values()];
+}
+
+/* Return in words that each curve of a panel has one value at every step; null if one has not, or if an alarm is about it. */
+function flatText(panel) {
+  const series = seriesOf(panel);
+  const still = ({ values, lows, highs }) => [values, lows || [], highs || []].every((row) => row.every((value) => value === values[0]));
+  if (!series.length || !series.every(still) || (panel === DATA.panels[0] && page.expected.length)) return null;
+  if (page.runs.some((run) => run.alarms.some((alarm) => Object.values(panel.metrics).some((metric) => metric.split(" or ").includes(alarm.metric))))) return null;
+  const said = new Map(), several = new Set(series.map((each) => each.label)).size > 1;
+  for (const { name, label, values } of series) {
+    const counts = page.runs.filter((run) => run.curve === name).map((run) => run.summary[`${panel.name}/${label}`]?.[5] || 0), most = Math.max(...counts);
+    const text = numberText(values[0]), { names, lengths } = said.get(text) || { names: [], lengths: [] };
+    said.set(text, { names: [...names, several ? `${name} ${label}` : name], lengths: [...lengths, most] });
+  }
+  return [...said].map(([text, { names, lengths }]) => {
+    const [fewest, most] = [Math.min(...lengths), Math.max(...lengths)], who = page.runs.length === 1 && !several ? "" : ` (${names.join(", ")})`;
+    return `${text} ${most === 1 ? `in one ${panel.axis}` : `in all ${fewest < most ? `${fewest} to ` : ""}${most} ${panel.axis}s`}${who}`;
+  }).join("; ");
 }
 
 function bandPath(each, x, y, fits) {
@@ -311,7 +414,11 @@ function showCurves() {
     const there = Object.values(page.curves).some((found) => Object.keys(panel.metrics).some((label) => found[`${panel.name}/${label}`]));
     if (there && !figures.has(panel.name)) figures.set(panel.name, figureOf(panel));
     const figure = figures.get(panel.name);
-    if (figure) { figure.element.hidden = !there; figure.stale = true; }
+    if (!figure) continue;
+    figure.flat = there ? flatText(panel) : null;
+    figure.element.classList.toggle("flat", figure.flat !== null);
+    figure.plot.hidden = figure.flat !== null;
+    Object.assign(figure, { stale: true }).element.hidden = !there;
   }
   const order = DATA.panels.map((panel) => figures.get(panel.name)).filter(Boolean).map((figure) => figure.element);
   if (order.some((element, at) => $("curves").children[at] !== element)) $("curves").replaceChildren(...order);
@@ -355,7 +462,8 @@ function drawFigure(figure) {
   const who = names.length === made.series.length && names.length > 1 ? "all" : names.join(", ");
   const labels = [...new Set(made.series.map((each) => each.label))], dashOf = (label) => made.series.find((each) => each.label === label).dash;
   const styles = labels.length < 2 ? [] : labels.map((label) => make("span", { class: "style" }, shape("svg", { width: 28, height: 8, "aria-hidden": true }, shape("line", { x1: 0, x2: 28, y1: 4, y2: 4, stroke: "currentColor", "stroke-width": 2, "stroke-dasharray": dashOf(label) })), ` ${label} `));
-  figure.notes.replaceChildren(...styles, [figure.panel.hint, names.length ? `${zero} at every ${figure.panel.axis}: ${who}` : ""].filter(Boolean).join("; "));
+  figure.notes.replaceChildren(...styles, [figure.panel.hint, names.length ? `${zero} at every ${figure.panel.axis}: ${who}` : "", ...made.unseen.map((bar) => `not in the picture: ${bar.run && page.runs.length > 1 ? `${bar.run.name} ` : ""}${barText(bar)}`)].filter(Boolean).join("; "));
+  if (figure.flat !== null) figure.notes.replaceChildren(figure.flat);
   figure.plot.replaceChildren(made.svg, figure.tip);
   figure.plot.setAttribute("aria-valuemin", figure.steps[0] ?? 0);
   figure.plot.setAttribute("aria-valuemax", figure.steps[figure.steps.length - 1] ?? 0);
@@ -482,12 +590,11 @@ function tokensParts(run, found, problem) {
   const all = `${counted(found.count, "response")}${found.rows.length < found.count ? `, of which ${found.rows.length} are shown` : ""}`;
   const said = view.step === null ? all : found.step === view.step ? `${counted(found.count, "response")} of step ${found.step}`
     : found.step === null ? "nothing is kept yet" : `nothing was kept at step ${view.step}; ${counted(found.count, "response")} of the nearest step, ${found.step}`;
-  const heads = ["step", "kept as", "damage", "lost tokens", "tokens", "turns", "reward", "Σ log π - log μ", "largest gap", ""];
+  const heads = ["step", "", "damage", "lost tokens", "Σ log π - log μ", "largest gap", "reward", "tokens", "turns", "kept as"];
   const rows = found.rows.map((each) => make("tr", { "data-at": each.offset, class: each.offset === view.response?.offset ? "picked" : null },
-    [each.step, each.reason, numberText(each.damage), each.lost, each.length, each.turns, each.reward === null ? "" : numberText(each.reward), numberText(each.log_weight), numberText(each.largest_gap)].map((text, at) => make("td", { class: at === 1 ? "left" : null }, String(text))),
-    make("td", {}, make("a", { href: `#response-${run.id}-${each.offset}`, id: `see-${run.id}-${each.offset}` }, "tokens"))));
+    [each.step, make("a", { href: `#response-${run.id}-${each.offset}`, id: `see-${run.id}-${each.offset}` }, "tokens"), numberText(each.damage), each.lost, numberText(each.log_weight), numberText(each.largest_gap), each.reward === null ? "" : numberText(each.reward), each.length, each.turns, each.reason].map((content, at) => cell(heads[at], content instanceof Node ? content : String(content), at === 9))));
   return [bar, make("p", { id: "tokens-note" }, `${said}. Damage: how far estimator and mismatch have moved this response's gradient from the plain policy gradient. Lost tokens have an advantage and gave no gradient.`),
-    make("div", { class: "wide" }, make("table", { id: "responses" }, make("thead", {}, make("tr", {}, heads.map((text, at) => make("th", { scope: "col", class: at === 1 ? "left" : null }, text)))), make("tbody", {}, rows)))];
+    make("div", { class: "wide" }, make("table", { id: "responses", class: "blocks" }, make("thead", {}, make("tr", {}, heads.map((text, at) => make("th", { scope: "col", class: at === 9 ? "left" : null }, text)))), make("tbody", {}, rows)))];
 }
 
 const howToKeep = (run) => [`${run.name} has kept no tokens. A run with `, make("code", {}, "mismatch.keep_tokens=16"), " keeps sixteen responses of each step with their tokens: those with the largest weight, those with the largest gap, and some at random."];
@@ -554,12 +661,22 @@ function chooseToken(at) {
 
 /* ---- updates ---- */
 
+function showMissing() {
+  fill("missing", [page.missing, page.runs.map((run) => [run.name, Object.keys(run.summary)])], () => {
+    const begun = page.runs.filter((run) => Object.keys(run.summary).length), has = (run, panel) => Object.keys(run.summary).some((curve) => curve.startsWith(`${panel.name}/`));
+    const some = DATA.panels.map((panel) => [panel.title, begun.filter((run) => !has(run, panel))]).filter(([, without]) => without.length && without.length < begun.length);
+    const items = [page.missing.length ? `in no run: ${page.missing.join(", ")}` : "", ...some.map(([title, without]) => `${title}: not in ${without.map((run) => run.name).join(", ")}`)].filter(Boolean);
+    return [make("summary", {}, `${counted(page.missing.length + some.length, "panel")} that a run does not have`), make("ul", {}, items.map((text) => make("li", {}, text)))];
+  });
+}
+
 function render() {
+  showVerdicts();
   showRuns();
   showAlarms();
   showCurves();
   showSummary();
-  fill("missing", page.missing, () => page.missing.join("; "));
+  showMissing();
   showTokens(false);
   const alarms = page.runs.reduce((sum, run) => sum + run.alarms.length, 0);
   if (LIVE) document.title = `${alarms ? `(${alarms}) ` : ""}verl-precision: ${page.runs.map((run) => run.name).join(", ")}`;
@@ -589,7 +706,7 @@ async function poll() {
 }
 
 document.body.append(make("p", { id: "keys", hidden: true }, "Arrow keys move from step to step, Enter shows the tokens of the step."));
-dark.addEventListener("change", showCurves);
+dark.addEventListener("change", render);
 addEventListener("hashchange", followHash);
 if (LIVE) poll();
 else take(DATA.state);

@@ -16,8 +16,10 @@ from markupsafe import Markup
 from verl_precision import __version__
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import write_file
+from verl_precision.mismatch.alarm import CAUSES
 from verl_precision.mismatch.settings import AlarmSettings
-from verl_precision.tools.runs.curves import PANELS
+from verl_precision.tools.runs.curves import LIMITS, PANELS
+from verl_precision.tools.runs.status import NOW
 
 # This line marks a file as a report, which a later report may replace.
 MARK = '<meta name="generator" content="verl-precision report">'
@@ -32,7 +34,8 @@ POLICY = (
 def page(state: Mapping[str, Any] | None) -> str:
     """Return the page with this content; without content, a page that asks its server for it."""
     panels = [panel._asdict() for panel in PANELS]
-    content = {"panels": panels, "baseline": AlarmSettings().baseline_steps, "state": state}
+    tables = {"panels": panels, "now": NOW, "limits": LIMITS, "causes": CAUSES}
+    content = {**tables, "baseline": AlarmSettings().baseline_steps, "state": state}
     data = json.dumps(content, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
     # No text of a run can end the script block that contains it.
     escaped = data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
