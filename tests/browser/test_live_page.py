@@ -182,9 +182,14 @@ def test_tokens_by_damage_with_what_was_decided(page, serve, folder):
 def test_ten_verdicts_are_read_without_scrolling_the_sick_first_each_with_its_bar(page, serve, folder, root):
     recorded = root / "tests" / "mismatch" / "recorded"
     sick = [recorded / "seeded_collapse.jsonl", recorded / "long_text" / "bf16.jsonl"]
-    sick += [recorded / "rescued" / name / "before.jsonl" for name in ("collapse_200_seed_0", "phantom_clipping_seed_1")]
+    sick += [
+        recorded / "rescued" / name / "before.jsonl" for name in ("collapse_200_seed_0", "phantom_clipping_seed_1")
+    ]
     calm = sorted((recorded / "rescued").glob("*_seed_0/after.jsonl"))
-    calm += [recorded / "sanity_arithmetic_fp16.jsonl", root / "tests" / "data" / "quickstart" / "bf16" / "metrics.jsonl"]
+    calm += [
+        recorded / "sanity_arithmetic_fp16.jsonl",
+        root / "tests" / "data" / "quickstart" / "bf16" / "metrics.jsonl",
+    ]
     for number, path in enumerate([*calm, *sick]):
         (folder / f"run_{number}").mkdir(parents=True)
         (folder / f"run_{number}" / "metrics.jsonl").write_bytes(path.read_bytes())
@@ -211,7 +216,9 @@ def test_ten_verdicts_are_read_without_scrolling_the_sick_first_each_with_its_ba
         inks = "[...document.querySelectorAll('#figure-reward .curve')].map((curve) => getComputedStyle(curve).stroke)"
         assert page.js(chip) in page.js(inks)
         assert figures["figure-skipped"] and page.js("document.getElementById('figure-skipped').matches('.flat')")
-        away = "performance.getEntriesByType('resource').filter((each) => !each.name.startsWith(location.origin)).length"
+        away = (
+            "performance.getEntriesByType('resource').filter((each) => !each.name.startsWith(location.origin)).length"
+        )
         assert page.js(away) == 0 and page.errors() == []
 
 

@@ -95,7 +95,7 @@ class Judge:
         if active:
             return self._by("watch", active[0], fallen)
         if fallen:
-            return Verdict("watch", f"{fallen}, without an alarm about the gap", "verl-precision report RUN")
+            return Verdict("watch", f"{fallen}, without an alarm about the gap", "verl-precision report FOLDER")
         return self._without_alarm()
 
     def _without_alarm(self) -> Verdict:
@@ -128,7 +128,7 @@ class Judge:
         advice = ADVICE[first].without(self.alarm.in_use)
         number = raised and f": {raised.metric} {self._last.get(raised.metric, raised.seen):.3g}, {raised.normal}"
         reason = f"{name} since step {since}{number or ''}" + (f"; {more}" if more else "")
-        return Verdict(word, reason, (*advice.try_first, "verl-precision explain --run RUN")[0], name)
+        return Verdict(word, reason, (*advice.try_first, "verl-precision explain --run FOLDER")[0], name)
 
     def _reward(self) -> tuple[str, str, str]:
         """Return in words that the reward has fallen, that it is no higher than at the start, and its course, or ""."""

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import socket
 import threading
 import urllib.request
@@ -260,6 +261,8 @@ def test_diagnose_says_how_each_run_is_in_ten_lines_and_its_exit_code_is_that_of
     assert code == 2 and found["verdict"]["word"] == "act now" and "precision=fp16" not in found["verdict"]["action"]
     write(short, "no row\n")
     assert typed("diagnose", tmp_path)[0] == 3
+    rewards = "".join(line(step, **{"critic/score/mean": 1.0 if step < 40 else 0.1}) for step in range(1, 61))
+    assert f"report {shlex.quote(str(write(tmp_path / 'a b' / 'r.jsonl', rewards)))}" in typed("diagnose", tmp_path)[1]
 
 
 # Curves

@@ -2,11 +2,12 @@
 
 import functools
 import math
+import shlex
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,11 @@ class RunView:
 
     @property
     def verdict(self) -> Verdict:
-        """Return the verdict on the run."""
-        return self._judge.verdict()
+        """Return the verdict on the run; a command of this package in its action names the run's path."""
+        found, path = self._judge.verdict(), printable(shlex.quote(str(self.run.path)))
+        for command in ("explain --run", "verl-precision report"):
+            found = replace(found, action=found.action.replace(f"{command} FOLDER", f"{command} {path}"))
+        return found
 
     def content(self, colour: str) -> dict[str, Any]:
         """Return what the page shows of the run, except its curves."""
