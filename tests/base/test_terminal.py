@@ -1,23 +1,37 @@
 """Tables on a narrow console."""
 
 import io
+from collections import Counter
 
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
 from rich.console import Console
 
 from verl_precision.base.terminal import paragraph, printable, terminal_table
 
-COLUMNS = ("step", "what is changed", "size (nats)", "part of |gap|", "share of k3")
-ROW = ("weights", "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls", "1.2e-05", "3.4e-06", "97.3%")
+ROW = ("weights", "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls")
+WORD = st.text("abc_/.é", min_size=1, max_size=12) | st.text("run_/0", min_size=20, max_size=50)
+TEXT = st.lists(WORD, min_size=1, max_size=6).map(" ".join)
+NUMBER = st.floats().map(lambda value: f"{value:.3g}") | st.just("")
 
 
-def test_at_80_columns_words_fold_and_numbers_stand_in_one_piece():
-    text = io.StringIO()
-    Console(file=text, width=80).print(terminal_table(COLUMNS, [ROW], words=2))
-    shown = text.getvalue()
-    assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
-    assert all(number in shown.split() for number in ROW[2:])
-    start = next(line.index("what is") for line in shown.splitlines() if "what is" in line)
-    assert ROW[1] in "".join(line[start:].split("  ")[0].strip() for line in shown.splitlines())
+@st.composite
+def tables(draw):
+    """Columns, rows, and how many columns are text."""
+    texts, numbers = draw(st.integers(1, 3)), draw(st.integers(0, 9))
+    columns = [draw(TEXT) for _ in range(texts)] + [f"part of k{n}" for n in range(numbers)]
+    row = st.tuples(*[TEXT] * texts, *[NUMBER] * numbers)
+    return columns, draw(st.lists(row, min_size=1, max_size=4)), texts
+
+
+@given(table=tables(), width=st.integers(60, 120), title=st.none() | TEXT)
+def test_on_a_console_of_any_width_no_word_and_no_number_is_broken(table, width, title):
+    (columns, rows, words), text = table, io.StringIO()
+    Console(file=text, width=width).print(terminal_table(columns, rows, words, title=title))
+    lines = text.getvalue().splitlines()
+    assert max(cell_len(line) for line in lines) <= width
+    assert not Counter(word for row in rows for cell in row for word in cell.split()) - Counter(text.getvalue().split())
 
 
 def test_lines_end_between_words_on_a_terminal_alone():

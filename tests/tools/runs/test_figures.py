@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from matplotlib.colors import to_hex
+from matplotlib.image import imread
 
 from verl_precision.tools.runs.content import recorded_content
 from verl_precision.tools.runs.figures import draw_comparison
@@ -52,3 +53,4 @@ def test_it_is_written_over_an_earlier_one(tmp_path):
     path.write_text("an earlier one")
     write_png(path, drawn(run_of("bf16")), "a title")
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert imread(path)[0, 0, 3] == 0, "no ground: it is put on a white page or a dark one"

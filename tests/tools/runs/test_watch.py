@@ -224,7 +224,7 @@ def test_its_config_says_how_long_a_run_is(tmp_path):
 def test_numbers_at_the_top(run):
     write(run, line(1) + line(2, **{"actor/is_weight_ess_fraction": 0.25, "weight_sync/canary_gap": 1e-6}))
     (found,) = Live([run]).views().values()
-    assert found.status.now == {"reward": "0.2", "k3": "10⁻⁵", "effective sample": "0.25", "canary": "10⁻⁶"}
+    assert found.status.now == {"reward": "0.2", "k3": "1e-05", "effective sample": "0.25", "canary": "1e-06"}
 
 
 def test_once_prints_the_same(tmp_path, typed, run):

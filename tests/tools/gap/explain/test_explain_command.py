@@ -29,6 +29,7 @@ def explain(tmp_path, made_up):
 def test_healthy_pair(explain, made_up, tmp_path):
     result, shown, content = explain()
     assert "Nothing is wrong" in shown and "FAULT" not in shown
+    assert "At 32,768 tokens" in shown
     assert result.bf16_cost == pytest.approx(0.01, rel=1e-5)
     # One process for what the same engine can compute: vLLM in BF16 and FP32, the trainer in FP32 and BF16.
     counts = {"rollout": 9, "rollout_fp32": 3, "engine_fp32": 3, "trainer_alone": 6}
@@ -90,7 +91,8 @@ def choosing(other):
 @pytest.mark.parametrize(("other", "cost"), [(2, 0.3), (0, 0.0)])
 def test_other_choices_are_a_cause(explain, made_up, other, cost):
     made_up.answer = choosing(other)
-    result, _, _ = explain(model="tiny:qwen3_moe", packed=True)
+    result, shown, _ = explain(model="tiny:qwen3_moe", packed=True)
+    assert not {"prefill_alone", "trainer_alone", "engine_fp32", "rollout_fp32"} & set(shown.split())
     routing = next(each for each in result.findings if each.variant.cause == "routing")
     assert routing.part.size == pytest.approx(cost / 2, abs=1e-6), "the first of two tokens"
     assert routing.fault == (cost > 0) and (not cost or result.findings[0] is routing)

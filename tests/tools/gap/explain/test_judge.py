@@ -73,6 +73,8 @@ def test_rounding_is_no_fault():
     assert not any(each.fault for each in result.findings)
     assert "Nothing is wrong: this is what bf16 training with a bf16 rollout costs" in verdict(JOB, result)
     assert [each.variant.cause for each in advice(result)] == ["rollout_precision"]
+    in_fp16 = Explanation(model="m", prompts="p", train_dtype="fp16", rollout_dtype="fp16")
+    assert advice(judged(in_fp16, rollout_precision=COST / 8)) == [], "its remedy is in use"
 
 
 @pytest.mark.parametrize(("job", "cause", "size"), [

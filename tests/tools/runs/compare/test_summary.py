@@ -92,9 +92,7 @@ def seeds_of(arm: str, estimator: str | None, scale: float, rewards: tuple[float
 
 
 def rows_of(summaries: list[Summary]) -> list[list[str]]:
-    text = io.StringIO()
-    Console(file=text, width=120).print(table(summaries))
-    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.getvalue().splitlines() if "│" in line]
+    return [[str(cell) for cell in row] for row in zip(*(each.cells for each in table(summaries).columns), strict=True)]
 
 
 def test_with_seeds_an_arm_has_the_mean_and_none_hides_a_seed_without_a_number():
