@@ -78,6 +78,8 @@ setup(
         # Features of a run, by the setting that turns them on: verl_precision/base/extensions.py.
         "verl_precision.trainer": [
             "mismatch.keep_tokens = verl_precision.tools.kept_tokens.recorder:TokenRecorder",
+            "mismatch.alarm.notify = verl_precision.tools.operators.notify:Notifier",
+            "mismatch.prometheus = verl_precision.tools.operators.prometheus:Exporter",
             "mismatch.alarm.on_alarm:rescue = verl_precision.tools.actions.remedy:Remedy",
         ],
         "verl_precision.driver": ["mismatch.alarm.on_alarm:rescue = verl_precision.tools.actions.rescue:go_on"],

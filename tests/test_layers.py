@@ -20,6 +20,7 @@ TOOLS = [
     "arithmetic",
     "actions",
     "kept_tokens",
+    "operators",
     "rewards",
     "patching",
     "checking",

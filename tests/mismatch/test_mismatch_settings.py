@@ -18,14 +18,40 @@ def test_block_with_alarm():
 @pytest.mark.parametrize(("block", "message"), [
     ({"enable": False}, "mismatch.enable=False: there is no such setting. Allowed: mismatch.enabled, "),
     ({"enabled": "yes"}, "mismatch.enabled='yes'.*Allowed: a valid boolean"),
-    ({"enabled": False, "keep_tokens": 2}, "mismatch.keep_tokens=2.*keeps no tokens"),
     ({"self_gap_every_n_steps": -1}, "mismatch.self_gap_every_n_steps=-1"),
+    ({"enabled": False, "keep_tokens": 2}, "mismatch.keep_tokens=2.*verl's own trainer does not do this"),
+    ({"enabled": False, "prometheus": True}, "mismatch.prometheus=True.*verl's own trainer does not do this"),
+    ({"enabled": False, "alarm": {"notify": {"command": "mail"}}}, "mismatch.alarm.notify=.*verl's own trainer"),
+    ({"alarm": {"notify": {"webhook_env": "MISSING"}}}, "notify.webhook_env='MISSING': this process has no such"),
+    ({"alarm": {"notify": {"mail": "me"}}}, "mismatch.alarm.notify.mail='me': there is no such setting"),
     ({"alarm": {"on_alarms": "stop"}}, "mismatch.alarm.on_alarms='stop': there is no such setting"),
     ({"alarm": {"on_alarm": "shout"}}, "alarm.on_alarm='shout': this cannot work. Allowed: 'log', 'stop' or 'rescue'"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(block, message):
     with pytest.raises(ConfigurationError, match=message):
         MismatchSettings.from_config({"mismatch": block})
+
+
+@pytest.mark.parametrize(
+    "url", ["", "ftp://h/secret", "http:///secret", "h/secret", "http://h/a secret", "http://h:x/secret"]
+)
+def test_a_url_that_cannot_be_is_refused_without_its_text(monkeypatch, url):
+    monkeypatch.setenv("HOOK", url)
+    for name in ("HOOK", "http://h/secret"):
+        with pytest.raises(
+            ConfigurationError, match=r"webhook_env='(HOOK|\(hidden\))'.*export ALARM_WEBHOOK=URL"
+        ) as error:
+            MismatchSettings.from_config({"mismatch": {"alarm": {"notify": {"webhook_env": name}}}})
+        assert "secret" not in str(error.value)
+    monkeypatch.setenv("HOOK", "https://hooks.example.com:8443/services/T/B/x?y=1")
+    MismatchSettings.from_config({"mismatch": {"alarm": {"notify": {"webhook_env": "HOOK"}}}})
+
+
+def test_alerts_need_a_logger_that_has_them():
+    config = {"mismatch": {"alarm": {"notify": {"logger": True}}}}
+    with pytest.raises(ConfigurationError, match="mismatch.alarm.notify.logger=True.*Add wandb or trackio"):
+        MismatchSettings.from_config(config | {"trainer": {"logger": ["console"]}})
+    assert MismatchSettings.from_config(config | {"trainer": {"logger": ["console", "wandb"]}}).alarm.notify.logger
 
 
 @pytest.mark.parametrize("group", ["precision", "estimator", "scale"])

@@ -58,13 +58,17 @@ class Advice:
     meaning: str  # the meaning for the run
     try_first: tuple[str, ...]  # strongest fix first
     severe: bool  # `on_alarm=stop` ends the run: the gradient is wrong, or there is none
+    mistake: str = ""  # the common mistake at this alarm
 
     def without(self, in_use: Collection[str]) -> Self:
         """Return the advice without the remedies that the run already uses."""
         return replace(self, try_first=tuple(remedy for remedy in self.try_first if remedy not in in_use))
 
 
-ADVICE = {name: Advice(**{**one, "try_first": tuple(one["try_first"])}) for name, one in _KNOWN["advice"].items()}
+ADVICE = {
+    name: Advice(**{**one, "try_first": tuple(one["try_first"]), "mistake": _KNOWN["mistakes"].get(name, "")})
+    for name, one in _KNOWN["advice"].items()
+}
 
 
 def remedies_in_use(train: str, rollout: str, weighs_sequences: bool, verifies_syncs: bool) -> frozenset[str]:

@@ -31,7 +31,7 @@ from verl_precision.integration.trainer.session_advantages import advantages_by_
 from verl_precision.losses.registry import ratio_of
 from verl_precision.losses.settings import Ratio, clip_range
 from verl_precision.mismatch import metric_names as names
-from verl_precision.mismatch.alarm import MismatchAlarm, act_on, remedies_in_use
+from verl_precision.mismatch.alarm import Alarm, MismatchAlarm, act_on, remedies_in_use
 from verl_precision.mismatch.candidates import Candidates, lot_of
 from verl_precision.mismatch.groups import MismatchByTurn, MismatchByVersion, beta_of_current_version
 from verl_precision.mismatch.packing import flattened
@@ -72,6 +72,7 @@ class RunMonitor:
         )
         self.alarm = MismatchAlarm(settings.alarm, _in_use(config, ratio, correction))
         self.verdicts = Judge(self.alarm)
+        self.raised: list[Alarm] = []  # by the latest step
         self.first_alarm_step: int | None = None  # first step of evidence of the latest step's alarms
         self.candidates = Candidates(settings.keep_tokens)  # responses of the step whose tokens may be kept
         self.masks: dict[str, Tensor] = {}  # verl's key of a response -> its mask before verl's rejection
@@ -205,7 +206,7 @@ class RunMonitor:
             self._predicted = True
             with self.guarded():
                 logger.info("%s", prediction_in_words(k3, self.request["longest_response"], weighting_of(self._config)))
-        raised = self.verdicts.update(step, metrics)
+        raised = self.raised = self.verdicts.update(step, metrics)
         self.first_alarm_step = min((alarm.since_step for alarm in raised), default=None)
         try:
             act_on(raised, self.settings.alarm, log=logger.warning)

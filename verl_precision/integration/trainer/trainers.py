@@ -26,7 +26,7 @@ HOOKS = (
     *("fit", "on_init_end", "on_sample_end", "on_step_end", "_compute_advantage", "_update_actor", "_compute_metrics"),
     *("_save_checkpoint", "_load_checkpoint"),
 )
-_PROMISED = ("mismatch.keep_tokens", f"{ON_ALARM}:rescue")
+_PROMISED = ("mismatch.keep_tokens", "mismatch.prometheus", "mismatch.alarm.notify", f"{ON_ALARM}:rescue")
 # verl checks every 2 seconds whether all responses are there; a tiny model samples them in less time.
 _POLL_SECONDS_ON_CPU = 0.1
 
