@@ -15,25 +15,19 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from verl_precision.mismatch.alarm import ADVICE, NOT_FINITE, Alarm
+from verl_precision.mismatch.alarm import ADVICE, CAUSES, Alarm
 from verl_precision.mismatch.settings import LOGGERS_WITH_ALERTS
 from verl_precision.tools.operators import Outlet, logger
 
 SECONDS = 10  # of one delivery
 FAILED_MESSAGES = "alarm/failed_messages"
-# Alarms of one cause; any other alarm is a cause of its own.
-CAUSES: tuple[tuple[str, ...], ...] = (
-    tuple(NOT_FINITE),
-    ("policies_differ", "k3_growth", "gap_growth", "low_effective_sample_size", "phantom_clipping", "extreme_prob_gap"),
-    ("repeated_overflow", "loss_scale_at_minimum"),
-)
 
 
 def to_send(raised: Iterable[Alarm], active: Collection[str]) -> list[Alarm]:
     """Return the alarms of a step to send: one a cause while that is active, and a severe one after a milder one."""
     sent, found = {*active}, []
     for alarm in sorted(raised, key=lambda alarm: not alarm.advice.severe):
-        cause = next((cause for cause in CAUSES if alarm.name in cause), (alarm.name,))
+        cause = next(cause for cause in CAUSES.values() if alarm.name in cause)
         if not any(name in cause and ADVICE[name].severe >= alarm.advice.severe for name in sent):
             found.append(alarm)
         sent.add(alarm.name)
