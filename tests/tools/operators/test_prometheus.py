@@ -1,13 +1,11 @@
-"""Names, help texts, rules and dashboard of the exported metrics belong together, and promtool accepts the rules.
-
-python tests/tools/operators/test_prometheus.py    writes help.yaml and alerts.yaml anew
-"""
+"""Names, help texts, rules and dashboard of the exported metrics belong together, and promtool accepts the rules."""
 
 import json
 import math
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,53 +17,12 @@ from verl_precision.tools.operators import prometheus
 from verl_precision.tools.operators.prometheus import ALARM, Exporter, gauge_name, help_of, readings
 from verl_precision.tools.runs.read import read_metrics
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "docs"))
+from write_operator_files import help_table, rules, written
+
 ROOT, FOLDER = Path(__file__).resolve().parents[3], Path(prometheus.__file__).parent
 RECORDED = ROOT / "tests" / "mismatch" / "recorded" / "seeded_collapse.jsonl"
-# Ray takes only ASCII.
-ASCII = {"π": "pi", "μ": "mu", "ρ": "rho", "χ": "chi", "Σ": "sum ", "√": "sqrt", "‖": "||", "½": "1/2", "≥": ">="}
-ASCII |= {"²": "^2", "³": "^3", "⁰": "0", "₀": "_0", "ₜ": "_t"}
 PROMTOOL = pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Debian's package prometheus")
-
-
-def help_table() -> dict[str, str]:
-    """Return the definitions that the pages of metrics give."""
-    pages = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("metrics", "math", "precision")}
-    text = pages["metrics"].partition("\n## All metrics\n")[2] + pages["math"]
-    text += re.sub(r"^- (`precision/.*?`): ", r"| \1 | ", pages["precision"], flags=re.M)
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| `\w+/[\w{]", line)]
-    found = {}
-    for names, words, *_ in rows:
-        for key in re.findall(r"`(\w+/[\w/{}-]+)`", names):
-            plain = re.sub(r"\[([^\]]+)\](\([^)]*\))?|`", r"\1", words)
-            found.setdefault(key.removeprefix("actor/"), plain.translate(str.maketrans(ASCII)))
-    return dict(sorted(found.items()))
-
-
-def rules() -> dict:
-    """Return a rule for each alarm, and one for a run that makes no step."""
-    of_alarms = [
-        {
-            "alert": "VerlPrecision" + "".join(word.capitalize() for word in name.split("_")),
-            "expr": f'ray_{ALARM}{{alarm="{name}"}} == 1',
-            "labels": {"severity": "critical" if advice.severe else "warning", "alarm": name},
-            "annotations": {
-                "summary": "{{ $labels.run }}: the alarm " + name + " is active",
-                **{"description": advice.meaning, "try_first": advice.try_first[0], "common_mistake": advice.mistake},
-            },
-        }
-        for name, advice in ADVICE.items()
-    ]
-    stalled = {
-        **{"alert": "VerlPrecisionNoStep", "expr": "changes(ray_verl_precision_step[1h]) == 0", "for": "1h"},
-        "labels": {"severity": "warning"},
-        "annotations": {"summary": "{{ $labels.run }}: no step has ended for two hours"},
-    }
-    return {"groups": [{"name": "verl_precision", "rules": [*of_alarms, stalled]}]}
-
-
-def written(content: object) -> str:
-    header = "# Written by: python tests/tools/operators/test_prometheus.py\n"
-    return header + yaml.safe_dump(content, allow_unicode=True, sort_keys=False, width=10**6)
 
 
 def exported() -> set[str]:
@@ -76,7 +33,7 @@ def exported() -> set[str]:
 
 def test_files_are_of_the_present_sources():
     for name, content in (("help.yaml", help_table()), ("alerts.yaml", rules())):
-        assert (FOLDER / name).read_text() == written(content), f"write {name} anew: {__doc__}"
+        assert (FOLDER / name).read_text() == written(content), "write it anew: python docs/write_operator_files.py"
     assert "".join(help_table().values()).isascii()
 
 
@@ -140,8 +97,3 @@ def test_promtool_accepts_the_rules_and_an_active_alarm_fires(tmp_path):
     (tmp_path / "test.yaml").write_text(yaml.safe_dump(content, allow_unicode=True))
     done = subprocess.run(["promtool", "test", "rules", tmp_path / "test.yaml"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-if __name__ == "__main__":
-    (FOLDER / "help.yaml").write_text(written(help_table()))
-    (FOLDER / "alerts.yaml").write_text(written(rules()))
