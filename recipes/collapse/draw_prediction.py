@@ -1,7 +1,7 @@
 """The spread that a k3 predicts, beside every spread that the log has: ratios of both, and docs/predicted_spread.png.
 
-    python recipes/collapse/read_prediction.py
-    python recipes/collapse/read_prediction.py --figure docs/predicted_spread.png
+    python recipes/collapse/draw_prediction.py
+    python recipes/collapse/draw_prediction.py --figure docs/predicted_spread.png
 
 The points are read from docs/log: the doses of this recipe, SmolLM2-135M on a GPU and on a CPU, and training with
 1,024 tokens. Lines of the figure are √(2 k3 T) for SmolLM2's k3.
