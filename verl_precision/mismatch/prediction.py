@@ -80,7 +80,7 @@ def prediction_in_words(k3: float, tokens: float, estimator: str | Weighting | N
     if one.kind == "token":
         return f"{said}. {one.name} does not weigh whole responses, so the length does not matter to it."
     end = "enough" if share >= FEWEST else f"below {FEWEST:.0%}. Use precision=fp16, or estimator=grpo_token_tis"
-    return f"{said}, and for {one.name} an effective share of {100 * share:.2g}% of the responses: {end}."
+    return f"{said}, and for {one.name} an effective share of {100 * share:.3g}% of the responses: {end}."
 
 
 def _normal(x: float) -> float:
