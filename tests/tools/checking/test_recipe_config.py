@@ -10,6 +10,7 @@ from verl_precision.check.preflight import PreflightCallback
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
 from verl_precision.cli import app
+from verl_precision.cli.verb import console
 from verl_precision.presets import preset_names
 from verl_precision.tools.checking.recipe_config import check_recipe, dtype_table
 
@@ -68,7 +69,8 @@ def test_json_schema_and_exit_codes():
     assert first["name"] == "rollout-contradicts-actor" and first["severity"] == "error"
 
 
-def test_terminal_shows_table_finding_and_remedy():
+def test_terminal_shows_table_finding_and_remedy(monkeypatch):
+    monkeypatch.setattr(console, "width", 120)
     code, text = check(RECIPE, "actor_rollout_ref.rollout.top_p=0.9", "--gpu", "A100")
     assert code == 0, text
     assert "actor forward fp16" in text and "rollout fp16" in text

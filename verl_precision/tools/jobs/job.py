@@ -74,10 +74,6 @@ class _Table(TableElement):
         yield terminal_table([str(column.header) for column in table.columns], rows)  # type: ignore[union-attr]
 
 
-class _Page(Markdown):
-    elements = Markdown.elements | {"table_open": _Table}
-
-
 class Job:
     """A running job in its folder."""
 
@@ -115,7 +111,9 @@ class Job:
         write_json(self.folder / "summary.json", {**content, **self.envelope()})
         if table is not None:
             write_file(self.folder / "table.md", table, replace=True)
-            self.console.print(_Page(table))
+            page = Markdown(table)
+            page.elements = page.elements | {"table_open": _Table}  # type: ignore[misc]
+            self.console.print(page)
 
     def show_written(self, names: Sequence[str], then: str = "") -> None:
         """Print which files were written to the folder, and then the next step."""
