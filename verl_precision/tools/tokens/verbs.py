@@ -58,6 +58,7 @@ def tokens(
     write_file(metrics, "".join(json.dumps(row) + "\n" for row in rows), replace=force)
     runs = read_runs([metrics])
     write_page(page, recorded_content(runs), force)
-    for alarm in RunView(runs[0], 0).alarms:
-        say(str(alarm))
+    view = RunView(runs[0], 0)
+    for line in (*view.alarms, view.verdict):
+        say(str(line))
     say(f"wrote {metrics} ({len(rows)} steps) and {page}: open it in a browser")
