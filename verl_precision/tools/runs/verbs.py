@@ -123,7 +123,7 @@ def watch(
     if once:
         from verl_precision.tools.runs.status import status_table
 
-        found = live.views().values()
+        found = sorted(live.views().values(), key=lambda each: -each.verdict.exit_code)  # the sick first
         for each in found:
             say(f"{each.run.name}: {each.verdict}")
         names = [(each.run.name, each.status, [alarm.name for alarm in each.alarms]) for each in found]
