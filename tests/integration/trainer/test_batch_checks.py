@@ -9,6 +9,7 @@ from monitored import trainer_of
 from verl.utils import tensordict_utils as tu
 
 from verl_precision.engine.arithmetic_choice import VARIABLE
+from verl_precision.integration.trainer import batch_checks
 from verl_precision.integration.trainer.batch_checks import PER_RANK, BatchChecks, SelfGap
 from verl_precision.mismatch import metric_names as names
 from verl_precision.tools.selftest.single_rank import engine_batch, nested
@@ -61,6 +62,7 @@ def measured(monkeypatch):
         return metrics
 
     monkeypatch.setattr("transfer_queue.kv_batch_get", get)
+    monkeypatch.setattr(batch_checks, "FEWEST_TOKENS", 9)
     return measured
 
 
@@ -79,7 +81,7 @@ def test_rounding_gives_a_gap_less_in_fp32_and_none_in_exact_arithmetic(make_eng
     assert metrics[names.SELF_GAP] == metrics[names.SELF_GAP_RATIO] == metrics["mismatch/self_gap_k3"] == 0
 
 
-def test_a_packing_that_changes_log_probs_is_seen_in_the_steps_asked_for(make_engine, measured):
+def test_a_packing_that_changes_log_probs_is_seen_in_the_steps_asked_for(make_engine, measured, monkeypatch):
     workers, often = Workers(make_engine("fp32"), fault=-0.5), {"mismatch": {"self_gap_every_n_steps": 4}}
     found = {step: measured(workers, step, often).get(names.SELF_GAP) for step in range(1, 6)}
     assert found == {step: pytest.approx(0.5, rel=1e-3) if step in (1, 2, 4) else None for step in found}
@@ -88,6 +90,8 @@ def test_a_packing_that_changes_log_probs_is_seen_in_the_steps_asked_for(make_en
         assert workers.asked[-2:] == [(False, together), (False, 1)], "as the run packs"
     few = Workers(None, world_size=2)
     assert len(ROWS) < 2 * PER_RANK and names.SELF_GAP not in measured(few, 1) and few.asked == [], "for all ranks"
+    monkeypatch.setattr(batch_checks, "FEWEST_TOKENS", 10)
+    assert names.SELF_GAP not in measured(few := Workers(None), 1) and few.asked == [], "they have nine"
 
 
 def test_the_gap_beside_the_gap_to_the_rollout_by_hand():

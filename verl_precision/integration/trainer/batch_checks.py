@@ -19,6 +19,7 @@ from verl_precision.mismatch.signal import Signal
 
 FIRST_STEPS = 2  # always measured: a packing is right or wrong from the start
 PER_RANK = 4  # responses that each rank scores together, then one by one
+FEWEST_TOKENS = 128  # of these responses: the ratio of fewer is noise (docs/log/features.md)
 
 
 class SelfGap(StatisticSet):
@@ -67,12 +68,14 @@ class BatchChecks:
         return Signal.of_batch(prompts, rewards, found["advantages"], found["responses"], longest, estimator)
 
     def self_gap(self, workers: Any, batch: Any) -> SelfGap:
-        """Let verl's workers score the first responses twice, each rank as many; too small a batch gives no metrics."""
+        """Let verl's workers score the first responses twice, each rank as many; too few tokens give no metrics."""
         import transfer_queue as tq
 
         if len(batch.keys) < (number := PER_RANK * workers.world_size):
             return SelfGap()
         data = tq.kv_batch_get(keys=batch.keys[:number], partition_id=batch.partition_id)
+        if data["response_mask"].values().sum() < FEWEST_TOKENS:
+            return SelfGap()
         data = data.select(*(key for key, value in data.items() if isinstance(value, Tensor) or "multi_modal" in key))
         rollout = self._config.actor_rollout_ref.rollout
         tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=rollout.temperature)
