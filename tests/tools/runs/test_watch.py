@@ -244,6 +244,7 @@ def test_once_prints_the_same(tmp_path, typed, run):
 
 FP16 = {"strategy": "fsdp2", "fsdp_config": {"mixed_precision": {"param_dtype": "fp16"}}}
 HYDRA = {"actor_rollout_ref": {"actor": FP16, "rollout": {"dtype": "float16"}, "model": {"path": "${oc.env:NOWHERE}"}}}
+HYDRA |= {"mismatch": {"alarm": {"notify": {"webhook_env": "OF_THE_RUN_ALONE"}}}}
 
 
 def test_diagnose_says_how_each_run_is_in_ten_lines_and_its_exit_code_is_that_of_the_worst(tmp_path, typed):
@@ -259,6 +260,7 @@ def test_diagnose_says_how_each_run_is_in_ten_lines_and_its_exit_code_is_that_of
     code, said = typed("diagnose", sick, "--json")
     (found,) = json.loads(said)
     assert code == 2 and found["verdict"]["word"] == "act now" and "precision=fp16" not in found["verdict"]["action"]
+    assert found["problem"] == ""
     write(short, "no row\n")
     assert typed("diagnose", tmp_path)[0] == 3
     rewards = "".join(line(step, **{"critic/score/mean": 1.0 if step < 40 else 0.1}) for step in range(1, 61))

@@ -79,9 +79,9 @@ const badge = (run) => make("span", { class: `badge ${COLOUR[verdictOf(run).word
 function showVerdicts() {
   const runs = sickFirst();
   fill("verdicts", runs.map((run) => [run.id, run.name, run.path, run.colour, verdictOf(run)]), () => runs.map((run) => {
-    const { reason, action } = verdictOf(run), text = action.replace(/\b(RUN|FOLDER)\b/, shellText(run.path));
+    const { reason, action } = verdictOf(run);
     return make("li", {}, badge(run), make("a", { class: "name", href: `#run-${run.id}` }, chip(run), pathParts(run.name)),
-      make("span", { class: "why" }, whole(reason), action ? [". ", make("b", {}, "Do: "), inCode(text), " ", copyButton(text)] : ""));
+      make("span", { class: "why" }, whole(reason), action ? [". ", make("b", {}, "Do: "), inCode(action), " ", copyButton(action)] : ""));
   }));
 }
 

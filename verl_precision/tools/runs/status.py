@@ -131,7 +131,9 @@ def judge_of(source: Path) -> Judge:
     verifies = str(at(engine, "worker_extension_cls")).startswith("verl_precision.")
     known = str(at(actor, "strategy")).startswith("fsdp") and "$" not in train + samples  # `${...}` is not resolved
     in_use = remedies_in_use(train, samples, sequences, verifies) if known else ()
-    return Judge(MismatchAlarm(AlarmSettings(**(at(config, "mismatch", "alarm") or {})), in_use))
+    settings = dict(at(config, "mismatch", "alarm") or {})
+    settings.pop("notify", None)  # whom a run told says nothing of it, and names variables that only its process has
+    return Judge(MismatchAlarm(AlarmSettings(**settings), in_use))
 
 
 def at(content: Any, *keys: str) -> Any:
