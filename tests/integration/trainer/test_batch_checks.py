@@ -55,7 +55,7 @@ def measured(monkeypatch):
         rollout = {"log_prob_use_dynamic_bsz": dynamic, "log_prob_micro_batch_size_per_gpu": size, "temperature": 1.0}
         config = *changes, {"actor_rollout_ref": {"rollout": rollout}}
         trainer = trainer_of(*config, global_steps=step, actor_rollout_wg=workers)
-        tags = [{"is_padding": key.startswith("padding")} for key in ROWS]
+        tags = [{"is_padding": key.startswith("padding"), "response_len": len(row[2])} for key, row in ROWS.items()]
         batch = SimpleNamespace(keys=list(ROWS), tags=tags, partition_id="train")
         assert BatchChecks(trainer)._compute_advantage(lambda batch, metrics: batch, batch, {}) is batch
         trainer.monitor.add_metrics(metrics := {})

@@ -68,12 +68,13 @@ class BatchChecks:
         return Signal.of_batch(prompts, rewards, found["advantages"], found["responses"], longest, estimator)
 
     def self_gap(self, workers: Any, batch: Any) -> SelfGap:
-        """Let verl's workers score the first responses twice, each rank as many; too few tokens give no metrics."""
+        """Let verl's workers score the longest responses twice, each rank as many; too few tokens give no metrics."""
         import transfer_queue as tq
 
-        if len(batch.keys) < (number := PER_RANK * workers.world_size):
+        rows = sorted(zip(*real_rows(batch), strict=True), key=lambda row: row[1]["response_len"], reverse=True)
+        if len(rows) < (number := PER_RANK * workers.world_size):
             return SelfGap()
-        data = tq.kv_batch_get(keys=batch.keys[:number], partition_id=batch.partition_id)
+        data = tq.kv_batch_get(keys=[key for key, _ in rows[:number]], partition_id=batch.partition_id)
         if data["response_mask"].values().sum() < FEWEST_TOKENS:
             return SelfGap()
         data = data.select(*(key for key, value in data.items() if isinstance(value, Tensor) or "multi_modal" in key))
