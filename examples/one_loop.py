@@ -12,6 +12,7 @@ Shapes: B responses, T tokens, V vocabulary, H hidden size.
 """
 
 import argparse
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,8 @@ from torch import Tensor
 from verl_precision.engine.log_probs import log_probs_and_entropy
 from verl_precision.engine.loss_scaling import LossScaler
 from verl_precision.engine.settings import LossScaleSettings
-from verl_precision.losses import Aggregation, pg_seq_is
-from verl_precision.mismatch.statistics import MismatchStatistics
+from verl_precision.losses import POLICY_LOSSES, Aggregation
+from verl_precision.mismatch import MismatchMonitor
 from verl_precision.weight_sync.canary import CanaryJudge, canary_tokens
 from verl_precision.weight_sync.manifest import StreamDigest, differences
 
@@ -116,20 +117,20 @@ def sync_weights(trainer: Trainer, rollout: Rollout) -> None:
     rollout.load(stream)
 
 
-def train(dtype: str, steps: int) -> list[dict[str, float]]:
+def train(dtype: str, steps: int) -> list[dict[str, Any]]:
     """Run the loop and return the metrics of each step."""
     torch.manual_seed(0)
     trainer, rollout = Trainer(DTYPES[dtype]), Rollout(DTYPES[dtype])
     judge, probe = CanaryJudge(DTYPES[dtype], DTYPES[dtype]), canary_tokens(V, (), 4, T + 1)
-    mask, rows = torch.ones(PROMPTS * SAMPLES, T), []
-    for _ in range(steps):
+    monitor, mask, rows = MismatchMonitor(), torch.ones(PROMPTS * SAMPLES, T), []
+    for step in range(1, steps + 1):
         # 9 the weights reach the rollout bit for bit. 10 canary: are both engines' log-probs of fixed tokens the same?
         sync_weights(trainer, rollout)
         with torch.no_grad():
             scored = trainer.log_probs(probe[:, 0], probe[:, 1:])
-        verdict = judge.judge({0: scored}, {0: rollout.run(probe[:, 0], probe[:, 1:])[1]})
-        if verdict.problems:
-            raise RuntimeError("\n".join(verdict.problems))
+        canary = judge.judge({0: scored}, {0: rollout.run(probe[:, 0], probe[:, 1:])[1]})
+        if canary.problems:
+            raise RuntimeError("\n".join(canary.problems))
         # 1 prompts. 2 responses, with the rollout's log-probs.
         prompt = torch.randint(V, (PROMPTS,)).repeat_interleave(SAMPLES)
         response, rollout_log_probs = rollout.run(prompt)
@@ -140,10 +141,14 @@ def train(dtype: str, steps: int) -> list[dict[str, float]]:
         advantage = ((group - group.mean(1, keepdim=True)) * SAMPLES / (SAMPLES - 1)).flatten()
         # 4 the trainer's log-probs of the same tokens. 5 the mismatch. 6 the loss. 7 scaled backward. 8 step.
         log_probs = trainer.log_probs(prompt, response)
-        gap = MismatchStatistics.measure(log_probs.detach(), rollout_log_probs, mask, advantage).metrics()
-        loss = pg_seq_is(log_probs, rollout_log_probs, advantage, mask, aggregation=Aggregation(normalizer=T)).loss
-        trainer.update(loss)
-        rows.append({"reward": reward.mean().item(), "k3": gap["mismatch/k3_kl"], "canary": verdict.gap})
+        monitor.measure(log_probs, rollout_log_probs, mask, advantage)
+        batch = {"trainer_log_probs": log_probs, "rollout_log_probs": rollout_log_probs, "response_mask": mask}
+        batch["advantages"] = advantage
+        trainer.update(POLICY_LOSSES["vp_pg_seq_is"](batch, Aggregation(normalizer=T)).loss)
+        # the step's metrics, the alarms it raised, and the verdict on the run: healthy, or what to do
+        report = monitor.end_of_step(step, {"critic/score/mean": reward.mean().item()})
+        k3 = report.metrics["mismatch/k3_kl"]
+        rows.append({"reward": reward.mean().item(), "k3": k3, "canary": canary.gap, "verdict": report.verdict})
     return rows
 
 
@@ -153,12 +158,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     steps = parser.parse_args().steps
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the loss scaler uses all ranks
-    print(f"{'dtype':6}{'reward, first 10':>18}{'last 10':>10}{'k3':>10}{'canary, nats':>14}")
+    print(f"{'dtype':6}{'reward, first 10':>18}{'last 10':>10}{'k3':>10}{'canary, nats':>14}  verdict")
     for dtype in DTYPES:
         rows = train(dtype, steps)
         first, last = (sum(row["reward"] for row in part) / len(part) for part in (rows[:10], rows[-10:]))
         k3, canary = (sum(row[key] for row in rows) / len(rows) for key in ("k3", "canary"))
-        print(f"{dtype:6}{first:18.2f}{last:10.2f}{k3:10.1e}{canary:14.1e}")
+        print(f"{dtype:6}{first:18.2f}{last:10.2f}{k3:10.1e}{canary:14.1e}  {rows[-1]['verdict'].word}")
     dist.destroy_process_group()
 
 

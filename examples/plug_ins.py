@@ -15,18 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from verl_precision.losses import POLICY_LOSSES
-from verl_precision.losses.aggregation import Aggregation
-from verl_precision.losses.metrics import LossOutput
+from verl_precision.losses import POLICY_LOSSES, Aggregation
 
-DEFAULT = "vp_pg_seq_is"
-
-
-def loss_by_name(name: str, options: dict[str, Any], **tensors: Tensor) -> LossOutput:
-    """Return a loss as a sum over tokens, from all tensors that it can take, [B, T] each, and its options."""
-    entry = POLICY_LOSSES[name]
-    given = {each: tensor for each, tensor in tensors.items() if each in entry.parameters}
-    return entry.function(**given, aggregation=Aggregation("token-sum"), **options)
+DEFAULT, SUM = "vp_pg_seq_is", Aggregation("token-sum")
 
 
 class LossOutputs(NamedTuple):
@@ -41,8 +32,9 @@ def prime_rl_loss(inputs: Any, name: str = DEFAULT, **options: Any) -> LossOutpu
     weights = 1 if inputs.loss_weights is None else inputs.loss_weights  # positive: they scale the advantages
     rollout = inputs.inference_logprobs[None]
     tensors = {"trainer_log_probs": inputs.trainer_logprobs[None], "rollout_log_probs": rollout}
+    tensors["proximal_log_probs"] = rollout
     tensors |= {"advantages": (inputs.advantages * weights)[None], "response_mask": inputs.loss_mask[None]}
-    output = loss_by_name(name, options, proximal_log_probs=rollout, **tensors)
+    output = POLICY_LOSSES[name](tensors, SUM, **options)
     return LossOutputs(output.loss, {each: torch.tensor(value) for each, value in output.values().items()})
 
 
@@ -53,8 +45,8 @@ def skyrl_loss(
     """Return the loss of a micro-batch, whose advantages SkyRL has divided by its counts, and the loss's metrics."""
     tensors = {"trainer_log_probs": log_probs, "proximal_log_probs": old_log_probs, "advantages": advantages}
     tensors |= {} if rollout_logprobs is None else {"rollout_log_probs": rollout_logprobs}
-    mask = torch.ones_like(log_probs) if loss_mask is None else loss_mask
-    output = loss_by_name(name, options, response_mask=mask, **tensors)
+    tensors["response_mask"] = torch.ones_like(log_probs) if loss_mask is None else loss_mask
+    output = POLICY_LOSSES[name](tensors, SUM, **options)
     return output.loss, output.values()
 
 
@@ -74,7 +66,7 @@ def slime_loss(
     rows |= {"proximal_log_probs": batch.get("log_probs") or log_probs, "response_mask": batch["loss_masks"]}
     tensors = {each: pad_sequence([row.detach() for row in of_each], True) for each, of_each in rows.items()}
     leaf = pad_sequence([row.detach() for row in log_probs], True).requires_grad_()
-    output = loss_by_name(name, options, trainer_log_probs=leaf, **tensors)
+    output = POLICY_LOSSES[name]({**tensors, "trainer_log_probs": leaf}, SUM, **options)
     (slope,) = torch.autograd.grad(output.loss, leaf)  # of each token, before slime's mean over samples
     values = [row * of_row[: len(row)] for row, of_row in zip(log_probs, slope, strict=True)]
     loss = sum_of_sample_mean(torch.cat(values))

@@ -233,7 +233,7 @@ def run(situation: Situation, monkeypatch, folder: Path) -> tuple[dict, set[str]
             trainer._load_checkpoint()
     if "actor/clip_fraction_high" in metrics:
         metrics["actor/clip_fraction"] = metrics["actor/clip_fraction_high"] + metrics["actor/clip_fraction_low"]
-    return metrics, raised, [action for action in begun if action is not None], monitor.verdicts.verdict().word
+    return metrics, raised, [action for action in begun if action is not None], monitor.mismatch.judge.verdict().word
 
 
 def holds(condition: str, metrics: dict) -> bool:

@@ -1,6 +1,6 @@
 """The policy losses by name, the decorator that adds one, and the loss that a config chooses.
 
-A loss names its inputs by its parameters, and `PolicyLoss.__call__` passes exactly these:
+A loss names its inputs by its parameters, and `POLICY_LOSSES["vp_grpo"](batch, aggregation)` passes exactly these:
 
     trainer_log_probs     log π(θ), required, receives the gradient
     rollout_log_probs     log μ(θ'): the run must be in bypass mode
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from typing_extensions import Self
 
-from verl_precision.base.errors import RegistrationError
+from verl_precision.base.errors import ConfigurationError, RegistrationError
 from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.metrics import LossOutput
 from verl_precision.losses.settings import NO_RATIO, VERLS_RATIOS, LossSettings, Ratio, clip_range
@@ -44,6 +44,10 @@ class LossInputs(NamedTuple):
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are not None, by name."""
         return {name: tensor for name, tensor in self._asdict().items() if tensor is not None}
+
+    def by_name(self) -> dict[str, Tensor]:
+        """Return the tensors by the names of a loss's parameters; the old log-probs have both of theirs."""
+        return {**self.tensors(), **dict.fromkeys(OLD_LOG_PROBS, self.old_log_probs)}
 
     def of_all(self, function: Callable[[Tensor], Tensor]) -> "LossInputs":
         """Return the inputs with a function applied to each tensor."""
@@ -68,11 +72,37 @@ class PolicyLoss:
         """The names of the function's parameters."""
         return frozenset(inspect.signature(self.function).parameters)
 
-    def __call__(self, inputs: LossInputs, settings: LossSettings, aggregation: Aggregation) -> LossOutput:
-        """Call the function with the inputs that it takes."""
-        offered = {**inputs.tensors(), **dict.fromkeys(OLD_LOG_PROBS, inputs.old_log_probs), "aggregation": aggregation}
+    @cached_property
+    def required(self) -> frozenset[str]:
+        """The names of the parameters without a default."""
+        parameters = inspect.signature(self.function).parameters
+        return frozenset(name for name, parameter in parameters.items() if parameter.default is parameter.empty)
+
+    def __call__(self, batch: Mapping[str, Tensor], aggregation: Aggregation, **options: float) -> LossOutput:
+        """Call the function with those of the batch's tensors that it takes.
+
+        Args:
+            batch: Tensors [B, T] by the names of this module's docstring. A loss takes what it needs.
+            aggregation: How token values become a loss.
+            options: Numbers of the loss: `threshold`, `clip_low` and others.
+
+        Raises:
+            ConfigurationError: If the loss needs a tensor that is not there.
+
+        Example:
+            >>> pi, mu = torch.tensor([[-1.0, -2.0]], requires_grad=True), torch.tensor([[-1.5, -2.0]])
+            >>> batch = {"trainer_log_probs": pi, "rollout_log_probs": mu, "response_mask": torch.ones(1, 2)}
+            >>> batch["advantages"] = torch.ones(1, 2)
+            >>> POLICY_LOSSES["vp_ratio_one"](batch, Aggregation("token-mean")).loss.backward()
+            >>> pi.grad
+            tensor([[-0.5000, -0.5000]])
+        """
+        offered = {**batch, "aggregation": aggregation}
+        if missing := sorted(self.required - {*offered}):
+            problem, allowed = f"{self.function.__name__} needs {missing[0]}", ", ".join(sorted(batch))
+            raise ConfigurationError(problem, allowed=f"{missing[0]} [B, T]; there are {allowed}", remedy="Pass it.")
         given = {name: value for name, value in offered.items() if name in self.parameters}
-        return self.function(**given, **settings.arguments())
+        return self.function(**given, **options)
 
 
 _losses: dict[str, PolicyLoss] = {}
@@ -102,13 +132,11 @@ def policy_loss(name: str, summary: str, equation: str, ratio: Ratio | None = No
     """
 
     def add(function: Loss) -> Loss:
-        parameters = inspect.signature(function).parameters
-        required = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
-        if not {"trainer_log_probs"} <= required <= PARAMETERS:
-            problem = f"policy loss {name!r} takes ({', '.join(parameters)})"
+        entry = PolicyLoss(function, summary, equation, ratio)
+        if not {"trainer_log_probs"} <= entry.required <= PARAMETERS:
+            problem = f"policy loss {name!r} takes ({', '.join(inspect.signature(function).parameters)})"
             allowed = f"trainer_log_probs, and any of {', '.join(sorted(PARAMETERS))}; others need a default"
             raise RegistrationError(problem, allowed=allowed, remedy="Rename the others.")
-        entry = PolicyLoss(function, summary, equation, ratio)
         taken = _losses.get(name)
         if taken is not None and taken.function is not function:
             problem = f"policy loss {name!r} is {taken.function.__module__}.{taken.function.__qualname__} already"

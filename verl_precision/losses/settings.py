@@ -156,6 +156,12 @@ class ClipRange(NamedTuple):
     high: float  # clipped above if it is positive
     dual: float = math.inf  # clipped above if it is negative
 
+    @classmethod
+    def around_one(cls, low: float, high: float, dual: float = math.inf, sequence: bool = False) -> "ClipRange":
+        """Return the range of ratios from 1 - `low` to 1 + `high`; no ratio is below 0. `dual` is a ratio."""
+        lowest = math.log1p(-low) if low < 1 else -math.inf
+        return cls(sequence, lowest, math.log1p(high), math.log(dual))
+
     def has_no_gradient(self, log_ratio: "Tensor", advantages: "Tensor") -> "Tensor":
         """Return where a token with this advantage and log-ratio (its own or its response's) loses its gradient."""
         beyond = (log_ratio < self.low) | (log_ratio > self.dual)
@@ -170,6 +176,5 @@ def clip_range(ratio: Ratio, actor: Mapping[str, Any]) -> ClipRange | None:
     sequence = ratio.level == "sequence"
     if ratio.clip == "log":
         return ClipRange(sequence, -low, high)
-    lowest = math.log1p(-low) if low < 1 else -math.inf  # no ratio is below 0
-    dual = math.log(actor.get("clip_ratio_c") or 3.0) if ratio.clip == "dual" else math.inf
-    return ClipRange(sequence, lowest, math.log1p(high), dual)
+    dual = (actor.get("clip_ratio_c") or 3.0) if ratio.clip == "dual" else math.inf
+    return ClipRange.around_one(low, high, dual, sequence)

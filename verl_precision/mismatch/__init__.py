@@ -1,5 +1,6 @@
 """The training-inference mismatch, measured at every step; docs/metrics.md defines every number.
 
+monitor         `MismatchMonitor`, the entry for any training loop: from micro-batches to metrics, alarms and verdict
 statistics      the gap between trainer and rollout: `MismatchStatistics`
 phantom         the gap split into alpha and beta, and phantom clipping: `PhantomStatistics`
 groups          the same statistics by age of the weights that sampled a response, and by turn of an agent loop
@@ -16,3 +17,16 @@ settings        the block `mismatch` of a config
 
 integration/trainer/run_monitor.py runs all of this for one training run.
 """
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl_precision.mismatch.monitor import MismatchMonitor as MismatchMonitor
+
+
+def __getattr__(name: str) -> object:  # alarm and verdict are read without torch
+    if name == "MismatchMonitor":
+        from verl_precision.mismatch.monitor import MismatchMonitor
+
+        return MismatchMonitor
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,6 +23,7 @@ from verl_precision.integration.trainer.merged_metrics import MergedMetric
 from verl_precision.losses.settings import ClipRange
 from verl_precision.mismatch.candidates import Candidates
 from verl_precision.mismatch.groups import MismatchByTurn, MismatchByVersion, beta_of_current_version
+from verl_precision.mismatch.monitor import MISMATCH, PHANTOM, TURNS
 from verl_precision.mismatch.packing import flattened
 from verl_precision.mismatch.phantom import PhantomStatistics
 
@@ -31,10 +32,7 @@ from verl_precision.mismatch.phantom import PhantomStatistics
 REQUEST = "verl_precision_measure"
 VERSIONS_BEHIND = "verl_precision_versions_behind"
 LOTS = "verl_precision_lots"
-# Keys of the statistics that come back.
-MISMATCH = "verl_precision/mismatch_statistics"
-PHANTOM = "verl_precision/phantom_statistics"
-TURNS = "verl_precision/turn_statistics"
+# Keys of what comes back beside the sets of statistics of `mismatch.monitor`.
 CANDIDATES = "verl_precision/candidates"
 FAILED = "verl_precision/failed_measurements"
 

@@ -83,7 +83,8 @@ class AdaptedLoss:
             dp_size=info.get("dp_size") or 1,
         )
         inputs = LossInputs(log_prob, old_log_prob, advantages, response_mask, rollout_is_weights)
-        output = self.entry(inputs, limits.LossSettings.from_config(config, needs), aggregation)
+        options = limits.LossSettings.from_config(config, needs).arguments()
+        output = self.entry(inputs.by_name(), aggregation, **options)
         return output.loss, metrics_of_loss(output.metrics)
 
 

@@ -25,19 +25,19 @@ from verl_precision.base.mergeable import Count, Mean, Statistic, merge_by_name
 from verl_precision.base.state import read_state
 from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype
 from verl_precision.integration.engine import measurement
-from verl_precision.integration.engine.measurement import CANDIDATES, MISMATCH, PHANTOM, TURNS
+from verl_precision.integration.engine.measurement import CANDIDATES
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
 from verl_precision.integration.trainer.session_advantages import advantages_by_session
 from verl_precision.losses.registry import ratio_of
 from verl_precision.losses.settings import Ratio, clip_range
 from verl_precision.mismatch import metric_names as names
-from verl_precision.mismatch.alarm import Alarm, MismatchAlarm, act_on, remedies_in_use
+from verl_precision.mismatch.alarm import Alarm, act_on, remedies_in_use
 from verl_precision.mismatch.candidates import Candidates, lot_of
-from verl_precision.mismatch.groups import MismatchByTurn, MismatchByVersion, beta_of_current_version
+from verl_precision.mismatch.groups import beta_of_current_version
+from verl_precision.mismatch.monitor import MISMATCH, PHANTOM, TURNS, MismatchMonitor
 from verl_precision.mismatch.packing import flattened
 from verl_precision.mismatch.prediction import prediction_in_words, weighting_of
 from verl_precision.mismatch.settings import MismatchSettings
-from verl_precision.mismatch.verdict import Judge
 
 ALARM_FILE, STEP_METRICS = "mismatch_alarm.json", "step_metrics.json"
 # The worker reports metrics with these prefixes; verl puts `actor/` before them, which is removed here.
@@ -70,14 +70,14 @@ class RunMonitor:
             longest_response=int(config.actor_rollout_ref.rollout.response_length),
             keep=settings.keep_tokens,
         )
-        self.alarm = MismatchAlarm(settings.alarm, _in_use(config, ratio, correction))
-        self.verdicts = Judge(self.alarm)
+        self.mismatch = MismatchMonitor(settings.alarm, in_use=_in_use(config, ratio, correction), gather=False)
+        self.alarm = self.mismatch.alarm
+        self.add = self.mismatch.add  # a set of statistics, which merges with those of the step's earlier updates
         self.raised: list[Alarm] = []  # by the latest step
         self.first_alarm_step: int | None = None  # first step of evidence of the latest step's alarms
         self.candidates = Candidates(settings.keep_tokens)  # responses of the step whose tokens may be kept
         self.masks: dict[str, Tensor] = {}  # verl's key of a response -> its mask before verl's rejection
         self._mask: Any = None
-        self._sets: dict[str, Any] = {}
         self._losses: dict[str, Statistic] = {}
         self._seconds, self._failures, self._predicted = 0.0, 0, False
 
@@ -86,7 +86,7 @@ class RunMonitor:
         try:
             return proceed(*args, **more)
         finally:
-            logger.warning("VERDICT %s", self.verdicts.verdict())
+            logger.warning("VERDICT %s", self.mismatch.judge.verdict())
 
     def _compute_advantage(self, proceed, batch, metrics):
         self.remember_mask(batch)
@@ -135,9 +135,7 @@ class RunMonitor:
             behind = _versions_behind(tags, step)
             ended = measurement.ended_by_themselves(mask, self.request["longest_response"])
             flat = flattened(trainer, rollout, mask=mask, advantages=advantages, ended=ended)
-            gap = MismatchByVersion.of_batch(flat, behind)
-            self.add(MISMATCH, gap)
-            self.add(TURNS, MismatchByTurn.of_batch(flat, gap.whole))
+            self.mismatch.add_batch(flat, behind)
             if keep := self.settings.keep_tokens:
                 lots = [lot_of(step, key) for key in keys]
                 self.candidates = self.candidates.merge(Candidates.of_batch(keep, lots, flat))
@@ -189,10 +187,9 @@ class RunMonitor:
         numbers = {key: statistic.value() for key, statistic in self._losses.items()}
         failed = self._failures + int(numbers.pop(names.ACTOR + measurement.FAILED, 0))
         metrics.update({key: value for key, value in numbers.items() if not math.isnan(value)})
-        for part in self._sets.values():
-            metrics.update(part.metrics())
+        metrics.update(self.mismatch.take_metrics())
         metrics[names.FAILED_MEASUREMENTS] = failed
-        self._sets, self._losses, self._failures = {}, {}, 0
+        self._losses, self._failures = {}, 0
 
     def take_candidates(self) -> tuple[Candidates, dict[str, Tensor]]:
         """Return the step's candidates, and the masks of its responses; reset both."""
@@ -206,7 +203,7 @@ class RunMonitor:
             self._predicted = True
             with self.guarded():
                 logger.info("%s", prediction_in_words(k3, self.request["longest_response"], weighting_of(self._config)))
-        raised = self.raised = self.verdicts.update(step, metrics)
+        raised = self.raised = self.mismatch.judge.update(step, metrics)
         self.first_alarm_step = min((alarm.since_step for alarm in raised), default=None)
         try:
             act_on(raised, self.settings.alarm, log=logger.warning)
@@ -231,10 +228,6 @@ class RunMonitor:
         if unknown := state.keys() - self.alarm.state_dict().keys():
             raise ValueError(f"this version has no {min(unknown)}")
         self.alarm.load_state_dict(state)
-
-    def add(self, key: str, found: Any) -> None:
-        """Merge a set of statistics with those of the step's earlier updates."""
-        self._sets = merge_by_name([self._sets, {key: found}])
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ import verl_precision.losses  # noqa: F401 - every loss is registered
 from verl_precision.losses.aggregation import Aggregation
 from verl_precision.losses.registry import POLICY_LOSSES, LossInputs, LossInUse
 from verl_precision.losses.rollout_weights import WEIGHT_KINDS
-from verl_precision.losses.settings import ClipRange, LossSettings, require_threshold
+from verl_precision.losses.settings import ClipRange, require_threshold
 from verl_precision.tools.kept_tokens import kept_file
 from verl_precision.tools.kept_tokens.kept_file import CLIPPED, DECISIONS, MASKED, PHANTOM, TRUNCATED
 
@@ -105,7 +105,7 @@ def _outcome(
     inputs = inputs.of_all(lambda tensor: tensor.unsqueeze(0))
     with torch.enable_grad():
         inputs.trainer_log_probs.requires_grad_()
-        output = entry(inputs, LossSettings(**used.bounds), Aggregation("token-sum"))
+        output = entry(inputs.by_name(), Aggregation("token-sum"), **used.bounds)
         (gradient,) = torch.autograd.grad(output.loss, inputs.trainer_log_probs)
     clipped, truncated = (None if each is None else each[0] for each in (output.clipped, output.truncated))
     return -gradient[0], clipped, truncated

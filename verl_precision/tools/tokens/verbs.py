@@ -1,7 +1,6 @@
 """The verb `tokens`: what the token dumps of another framework say about its run."""
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -38,8 +37,7 @@ def tokens(
     for path in (metrics, page):
         require_regular(path, replace=force)
     if clip is not None:
-        low, high = require_clip_range(*clip)
-        bounds = ClipRange(False, math.log1p(-low) if low < 1 else -math.inf, math.log1p(high))
+        bounds = ClipRange.around_one(*require_clip_range(*clip))
     read, files = dumps_in(dumps)
     columns = TextColumn(f"{len(files)} files"), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=errors) as progress:
