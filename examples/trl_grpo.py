@@ -109,11 +109,11 @@ class PrecisionMixin:
         output = POLICY_LOSSES[self.vp_loss](batch, aggregation, **self.vp_options)
         return output.loss / micro_batches
 
-    def vp_measure(self, trainer_log_probs: Tensor, batch: dict[str, Tensor]) -> None:
-        """Measure a micro-batch; the place to add statistics of your own (`self.vp_monitor.add`)."""
+    def vp_measure(self, trainer_log_probs: Tensor, batch: dict[str, Tensor], **others: Any) -> None:
+        """Measure a micro-batch; the place for `versions_behind`, and for your own statistics (`vp_monitor.add`)."""
         mask, advantages = batch["response_mask"], batch["advantages"]
         ended = mask.sum(dim=1) < self.args.max_completion_length
-        others = {"shadow": batch.get("shadow"), "ratio": self.vp_ratio, "ended": ended}
+        others |= {"shadow": batch.get("shadow"), "ratio": self.vp_ratio, "ended": ended}
         self.vp_monitor.measure(trainer_log_probs, batch["rollout_log_probs"], mask, advantages, **others)
 
     def vp_see_packed(self, outputs: Any, args: Any, kwargs: Any) -> Any:

@@ -23,6 +23,7 @@ LIKELY, UNLIKELY = "prob_1e-1_1", "prob_1e-3_1e-2"
 FIRST, LAST, ALL = slice(0, WINDOW), slice(-WINDOW, None), slice(None)
 # What the thread names -> metric, its steps, its format.
 CLAIMS = {
+    "k3, responses of the current weights": ("mismatch/behind_0/k3_kl", ALL, ".1e"),
     "phantom-clipped, early": ("phantom/phantom_clipped_fraction", FIRST, ".1%"),
     "phantom-clipped, late": ("phantom/phantom_clipped_fraction", LAST, ".1%"),
     "of tokens with A > 0, late": ("phantom/phantom_clipped_fraction_positive_advantage", LAST, ".0%"),

@@ -113,6 +113,13 @@ def steps_in(folder: Path) -> int:
 
 def run(arm: str, seed: int, steps: int, output: Path) -> None:
     """Train one arm in this process."""
+    begin = time.perf_counter()
+    make_trainer(arm, seed, steps, output).train()
+    print(f"{arm}, seed {seed}: {steps} steps in {(time.perf_counter() - begin) / 60:.1f} minutes")
+
+
+def make_trainer(arm: str, seed: int, steps: int, output: Path):
+    """Return the trainer of an arm, with vLLM in this process."""
     import torch
     import trl_on_cpu  # before TRL and vLLM are used: it sets their variables
     from datasets import Dataset
@@ -121,10 +128,10 @@ def run(arm: str, seed: int, steps: int, output: Path) -> None:
     from trl_grpo import PrecisionMixin
     from vllm import LLM, SamplingParams
 
-    class Trainer(GradientWeights, PrecisionMixin, AsyncGRPOTrainer):
+    class Trainer(OfThisRecipe, PrecisionMixin, AsyncGRPOTrainer):
         pass
 
-    begin, (flags, dtype, precision) = time.perf_counter(), ARMS[arm]
+    flags, dtype, precision = ARMS[arm]
     folder, model = output / arm / f"seed_{seed}", str(output / "task" / f"seed_{seed}" / "on_grid")
     torch.set_num_threads(1)
     trl_on_cpu.prepare()
@@ -149,8 +156,7 @@ def run(arm: str, seed: int, steps: int, output: Path) -> None:
     if "fp16" in flags:
         trl_on_cpu.use_fp16(trainer.accelerator)
     trainer.use_precision(shadow=getattr(torch, dtype), file=str(folder / METRICS), **precision)
-    trainer.train()
-    print(f"{arm}, seed {seed}: {steps} steps in {(time.perf_counter() - begin) / 60:.1f} minutes")
+    return trainer
 
 
 def reward(tokens: list[int]) -> float:
@@ -158,14 +164,18 @@ def reward(tokens: list[int]) -> float:
     return -float(len(tokens) - (tokens[-1] == 0))
 
 
-class GradientWeights:
-    """Adds the size of the gradient's weights, r |A|, with beta in the ratio and without, to the metrics of a step."""
+class OfThisRecipe:
+    """Tells which responses are old, and adds the size of the gradient's weights, r |A|, with beta and without."""
+
+    micro_batches = 0
 
     def vp_measure(self, trainer_log_probs, batch) -> None:
-        """Measure a micro-batch."""
-        super().vp_measure(trainer_log_probs, batch)
+        """Measure a micro-batch: one group; the first of each step but the first was read before the last update."""
         from gradient_weights import GradientWeightStatistics
 
+        behind = int(self.micro_batches > 0 and self.micro_batches % GROUPS == 0)
+        self.micro_batches += 1
+        super().vp_measure(trainer_log_probs, batch, versions_behind=[behind] * len(trainer_log_probs))
         self.vp_monitor.add("gradient_weights", GradientWeightStatistics.of_batch(trainer_log_probs.detach(), batch))
 
 
