@@ -1,7 +1,4 @@
-"""Imports point downwards: no arrow up, no circle, the host only at the rim, and rooms of a size that can be walked.
-
-python tests/test_layers.py    the house in words: rooms from the top floor down, their lines, what they import
-"""
+"""Imports point downwards: no arrow up, no circle, the host only at the rim, and rooms of a size that can be walked."""
 
 import ast
 import graphlib
@@ -156,21 +153,3 @@ def lines_of(places: tuple[str, ...]) -> int:
 @pytest.mark.parametrize("places", SIZES, ids=["plugin", "with its tools"])
 def test_the_house_stays_small(places):
     assert lines_of(places) <= SIZES[places], "make something once, or make room, before you build on"
-
-
-def show() -> None:
-    """Print the rooms at the package's top level, floor by floor, with their lines and arrows."""
-    below: dict[str, set[str]] = {name.partition(".")[0]: set() for name in MODULES if name}
-    for name in filter(None, MODULES):
-        room = name.partition(".")[0]
-        below[room] |= {other.partition(".")[0] for other in own_imports(name)} - {room}
-    floors: dict[str, int] = {}
-    while ready := {room for room in below.keys() - floors if below[room] <= floors.keys()}:
-        floors |= {room: 1 + max((floors[other] for other in below[room]), default=0) for room in ready}
-    for room in sorted(floors, key=lambda room: (-floors[room], room)):
-        print(f"floor {floors[room]}  {room:<12}{lines_of((room,)):>6,} lines  {', '.join(sorted(below[room]))}")
-    print(f"{len(below)} rooms, {max(floors.values())} floors, {sum(map(len, below.values()))} arrows")
-
-
-if __name__ == "__main__":
-    show()

@@ -39,8 +39,7 @@ PROOFS = {
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[4].split()[-1].strip("`"))
-def test_the_overrides_give_the_finding(row, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_the_overrides_give_the_finding(row):
     command, finding = row[4].strip("`"), row[5].strip("`")
     words = [*shlex.split(command)[1:], "actor_rollout_ref.rollout.name=vllm", "--json"]
     said = json.loads(CliRunner().invoke(app, words).stdout)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from kept_responses import index_of
 from omegaconf import OmegaConf
+from test_collapse import mean
 
 from verl_precision.tools.kept_tokens.kept_file import DECISIONS, KeptResponse, response_at
 
@@ -72,10 +73,6 @@ def test_matched_precision_has_none_even_where_the_policy_really_moved(run_quick
     for row in (on_policy, stale):
         assert row["phantom/phantom_clipped_fraction"] < 1e-4
         assert row["phantom/beta_abs_mean"] < 1e-5
-
-
-def mean(rows, metric: str) -> float:
-    return sum(row[metric] for row in rows) / len(rows)
 
 
 @pytest.mark.matrix

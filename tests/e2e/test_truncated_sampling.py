@@ -36,7 +36,7 @@ def test_the_masks_make_both_distributions_one(masked):
 
 @pytest.mark.matrix
 def test_without_masks_the_ratio_is_off(masked, trained):
-    """log π - log μ = log π(S), and top_p = 0.8 leaves out a fifth or more; tests/engine/test_sampling_masks.py."""
+    """log π - log μ = log π(S), and top_p = 0.8 leaves out a fifth or more; tests/engine/test_log_probs.py."""
     for replayed, plain in zip(masked, trained(), strict=True):
         assert plain["mismatch/log_prob_gap_mean"] < -0.2
         assert plain["mismatch/k3_kl"] > 1e5 * replayed["mismatch/k3_kl"]

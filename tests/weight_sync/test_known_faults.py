@@ -237,22 +237,9 @@ def test_one_replica_of_four_is_stale(four):
     assert problem.startswith("replica 2: its log-probs did not change at all")
 
 
-def _applied_twice(before: dict[str, Tensor]) -> Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]:
+def _applied_twice(model) -> Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]]:
+    before = {name: tensor.clone() for name, tensor in full_weights(model)}
     return lambda stream: ((name, 2 * t - before[name] if name in before else t) for name, t in stream)
-
-
-def test_a_delta_applied_twice(lone, monkeypatch):
-    """On the road to vLLM the bits name it; made before the manifest, or without one, the canary does."""
-    before = {name: tensor.clone() for name, tensor in full_weights(lone.model)}
-    assert lone.canary().problems == ()
-    move(lone.model, LARGE)
-    with pytest.raises(
-        WeightSyncError, match=r"model\.embed_tokens\.weight: float32\[99, 64\] arrived with other values"
-    ):
-        lone.sync(damage=_applied_twice(before))
-    monkeypatch.setattr(lone, "_streams", lambda rank: [(_applied_twice(before)(full_weights(lone.model)), {})])
-    lone.sync()
-    assert lone.canary().problems[0].startswith("replica 0: its served log-probs differ")
 
 
 def _experts_reversed(stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -263,16 +250,23 @@ def _experts_reversed(stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[st
         yield (f"{before}.experts.{7 - int(number)}.{leaf}" if there else name), tensor
 
 
-def test_experts_in_another_order(moe, monkeypatch):
-    """On the road to vLLM the bits name it; exported in another order, all bits arrive, and the canary names it."""
-    move(moe.model, LARGE)
-    with pytest.raises(
-        WeightSyncError, match=r"experts\.0\.\w+\.weight: float32\[\d+, \d+\] arrived with other values"
-    ):
-        moe.sync(damage=_experts_reversed)
-    monkeypatch.setattr(moe, "_streams", lambda rank: [(_experts_reversed(full_weights(moe.model)), {})])
-    moe.sync()
-    assert moe.canary().problems[0].startswith("replica 0: its served log-probs differ")
+@pytest.mark.parametrize(("name", "tensor"), [
+    ("lone", r"model\.embed_tokens\.weight: float32\[99, 64\]"),
+    ("moe", r"experts\.0\.\w+\.weight: float32\[\d+, \d+\]"),
+])  # fmt: skip
+def test_a_delta_applied_twice_and_experts_in_another_order(name, tensor, request, monkeypatch):
+    """On the road to vLLM the bits name it; made before the manifest, or without one, the canary does."""
+    pair = request.getfixturevalue(name)
+    damage = _experts_reversed if name == "moe" else _applied_twice(pair.model)
+    pair.sync()
+    assert pair.canary().problems == ()
+    move(pair.model, LARGE)
+    with pytest.raises(WeightSyncError, match=f"{tensor} arrived with other values"):
+        pair.sync(damage=damage)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair, "_streams", lambda rank: [(damage(full_weights(pair.model)), {})])
+        pair.sync()
+    assert pair.canary().problems[0].startswith("replica 0: its served log-probs differ")
 
 
 def test_weights_changed_after_the_guard_looked(four):

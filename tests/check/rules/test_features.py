@@ -88,12 +88,6 @@ def take_away(entry, monkeypatch) -> None:
         monkeypatch.setattr(ledger, "_owner", gone)
 
 
-@pytest.fixture
-def nothing_found(monkeypatch):
-    """As in a process that has imported no host module yet."""
-    monkeypatch.setattr(ledger, "_found", {})
-
-
 def test_each_feature_has_entries_and_a_way_to_ask_for_it():
     needed = {feature for entry in LEDGER for feature in entry.features}
     assert needed == FEATURES.keys() | CALLED and FEATURES.keys() == ASKING.keys()
@@ -104,7 +98,8 @@ def test_each_feature_has_entries_and_a_way_to_ask_for_it():
 
 
 @pytest.mark.parametrize("entry", HERE, ids=lambda entry: entry.symbol)
-def test_a_symbol_that_is_gone_ends_its_features_and_no_other(entry, monkeypatch, nothing_found):
+def test_a_symbol_that_is_gone_ends_its_features_and_no_other(entry, monkeypatch):
+    monkeypatch.setattr(ledger, "_found", {})  # as in a process that has imported no host module yet
     ended = {feature for other in LEDGER if other.symbol == entry.symbol for feature in other.features}
     importable = not entry.module.startswith(MEGATRON)
     module = importlib.import_module(entry.module) if importable else None

@@ -1,4 +1,4 @@
-"""What is refused, by name, and leaves nothing behind; a model of several files. Ranks: tests/engine/ranks.py."""
+"""What is refused, by name, and leaves nothing behind; several files; the card. Ranks: tests/engine/ranks.py."""
 
 import json
 import os
@@ -8,11 +8,16 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import yaml
+from composer import compose_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.errors import CheckpointStateError, ConfigurationError
+from verl_precision.integration.trainer.run_identity import RUN_FILE
+from verl_precision.integration.trainer.run_monitor import STEP_METRICS
+from verl_precision.integration.trainer.run_settings import RunSettings
 from verl_precision.tools.export import session
-from verl_precision.tools.export.session import export_checkpoint
+from verl_precision.tools.export.session import export_checkpoint, model_card
 from verl_precision.tools.tiny_model import cached_tiny_model
 
 LARGE = {"model.norm.weight": 65520.0}
@@ -115,3 +120,32 @@ def test_the_verb_names_its_folder_and_refuses_one_that_exists(checkpoint, tmp_p
     assert first == 0 and "tensors in fp16" in said
     assert (tmp_path / "outputs" / "export" / "run_global_step_3_fp16" / "model.safetensors").is_file()
     assert second == 1 and "it exists; nothing was written" in refused
+
+
+def card_of(checkpoint, dtype):
+    """Return the front matter and the text."""
+    _, front, text = model_card(checkpoint, dtype).split("---\n", 2)
+    return yaml.safe_load(front), text
+
+
+def test_the_card_has_what_is_known_and_claims_nothing_else(tmp_path):
+    step = tmp_path / "fp16_grpo-1a2b3c4d" / "global_step_40"
+    step.mkdir(parents=True)
+    front, text = card_of(step, "fp32")
+    assert "| not recorded |" in text and "trained in" not in text and "base_model" not in front
+    record = RunSettings.from_config(compose_recipe("recipes/moe/moe.yaml", "precision=fp16")).as_record()
+    (step.parent / RUN_FILE).write_text(yaml.safe_dump(record))
+    (step / STEP_METRICS).write_text(json.dumps({"mismatch/k3_kl": 2.345e-5, "critic/score/mean": 0.5}))
+    front, text = card_of(step, "fp16")
+    assert front["base_model"] == record["settings"]["actor_rollout_ref.model.path"] and "/" in front["base_model"]
+    for row in (
+        *("| k3 between trainer and rollout at step 40 | 2.35e-05 nats per token |", "| trained in | fp16 |"),
+        *("| dtype of the weights | float16, each rounded once |", "| loss | vp_"),
+        *("| sampled from in | float16 |", "| mean reward at that step | 0.5 |", "torch 2"),
+        "verl-precision export fp16_grpo-1a2b3c4d/global_step_40 --dtype fp16",
+    ):
+        assert row in text
+    assert str(tmp_path) not in text, "it is published"
+    (step / STEP_METRICS).write_text('{"mismatch/k3_kl": NaN}')
+    with pytest.raises(CheckpointStateError, match=r"step_metrics\.json cannot be read .*Remove it"):
+        card_of(step, "fp16")

@@ -137,8 +137,3 @@ def test_a_file_in_the_place_of_the_folder_and_a_response_that_is_gone_are_refus
 def test_it_stands_beside_the_metrics(tmp_path):
     assert beside(tmp_path / "metrics.jsonl") == tmp_path / "kept_tokens"
     assert beside(tmp_path / "run.jsonl") == tmp_path / "run.kept_tokens"
-
-
-def test_it_is_read_without_torch(run_python):
-    done = run_python("import sys; import verl_precision.tools.kept_tokens.kept_file; print('torch' in sys.modules)")
-    assert done.stdout.strip() == "False", done.stderr

@@ -254,7 +254,7 @@ def test_the_page_shows_every_run_and_says_what_is_wrong_until_it_is_right(runs)
 
 
 def test_every_request_is_answered_in_words(runs):
-    client = TestClient(application(Live([runs]), "token"), base_url="http://localhost")
+    client = asked(runs)
     for run in [each for each in client.get("/token/state").json()["runs"] if FOLDER in each["problem"]]:
         for kind in ("responses", "response"):
             assert client.get(f"/token/{kind}?run={run['id']}&at=0").status_code < 500

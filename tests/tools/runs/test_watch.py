@@ -335,7 +335,7 @@ def test_a_response_has_its_tokens_as_data(ask, run):
 
 
 def test_it_starts_without_torch_and_matplotlib(run_python):
-    """Seconds on a slow machine."""
+    """Seconds on a slow machine. The file of kept tokens is read without them, too."""
     done = run_python(
         "import sys, verl_precision.tools.runs.server as s; print({'torch', 'matplotlib', 'verl'} & {*sys.modules})"
     )
