@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import forked
@@ -86,6 +86,25 @@ def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=variables, timeout=180)
 
     return run
+
+
+@pytest.fixture
+def start_owner(root) -> Iterator[Callable[[Path, str], tuple[subprocess.Popen, str]]]:
+    """Start a process of a job that takes a folder; return it, and whom it was told to own the folder, or "None"."""
+    started = []
+
+    def start(folder: Path, job: str) -> tuple[subprocess.Popen, str]:
+        program = "import pathlib, sys\nfrom verl_precision.base.owner import take\n"
+        program += "print(take(pathlib.Path(sys.argv[1])), flush=True)\nsys.stdin.read()"
+        command = ["env", f"SLURM_JOB_ID={job}", sys.executable, "-c", program, str(folder)]
+        pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+        started.append(subprocess.Popen(command, cwd=root, text=True, **pipes))
+        return started[-1], started[-1].stdout.readline().strip()
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ import json
 import logging
 import os
 import socket
-import subprocess
-import sys
 
 import pytest
 from rubbish import FOREIGN
@@ -15,30 +13,10 @@ from rubbish import FOREIGN
 from verl_precision.base import owner
 from verl_precision.base.errors import ConfigurationError
 
-HOLD = """
-import sys
-from pathlib import Path
-from verl_precision.base.owner import take
-print(take(Path(sys.argv[1])), flush=True)
-sys.stdin.read()
-"""
-
 
 @pytest.fixture
-def start(tmp_path, root):
-    """Start a process that takes the folder, and return it once it has, or has been told who owns it."""
-    started = []
-
-    def take(job):
-        command, variables = [sys.executable, "-c", HOLD, str(tmp_path)], {**os.environ, "SLURM_JOB_ID": job}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        started.append(subprocess.Popen(command, env=variables, cwd=root, text=True, **pipes))
-        return started[-1], started[-1].stdout.readline().strip()
-
-    yield take
-    for process in started:
-        process.kill()
-        process.communicate()
+def start(tmp_path, start_owner):
+    yield lambda job: start_owner(tmp_path, job)
     owner.release(tmp_path)
 
 

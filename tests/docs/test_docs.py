@@ -159,3 +159,9 @@ def test_selftest_page_has_every_check_of_the_self_test_and_why_a_cpu_does_not_r
     rows = re.findall(r"^\| `(\w+)` \| (.+) \| (yes|not run: .+) \|$", text, re.M)
     on_a_cpu = [f"not run: {check.needs_gpu}" if check.needs_gpu else "yes" for check in CHECKS.values()]
     assert rows == [(name, check.shows, cpu) for (name, check), cpu in zip(CHECKS.items(), on_a_cpu, strict=True)]
+
+
+def test_every_number_of_the_pre_trained_model_is_the_logs():
+    page, log = ((folder / "real_model.md").read_text() for folder in (LOG.parent, LOG))
+    numbers = set(re.findall(r"\d+\.\d+(?:e[-+]\d+)?%?", page)) - {"0.24.0", "0.24"}
+    assert len(numbers) > 50 and {number for number in numbers if number not in log} <= {"0.3", "0.1"}, "rounded here"

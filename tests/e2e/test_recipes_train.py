@@ -1,4 +1,4 @@
-"""Recipes train with scale=cpu; LoRA in FP16, with adapters that are sent and that are merged.
+"""Recipes train with scale=cpu; LoRA in FP16, with adapters that are sent and that are merged; models of this year.
 
 Dense Qwen3, and both precisions of it: test_quickstart.py; a mixture in BF16: test_routed_experts.py; the sanity test
 and its estimator with a pre-trained model: test_make_real.py.
@@ -113,3 +113,18 @@ def test_verls_own_engine_is_measured_judged_and_guarded(run_recipe):
         assert row["weight_sync/canary_gap"] < 0.5 * row["weight_sync/canary_bound"]
         assert row["response_length/mean"] < 0.55 * 64
         assert row.keys().isdisjoint({"precision/skipped_steps", "weight_sync/verified_layers"})
+
+
+PADDED = "actor_rollout_ref.model.use_remove_padding=False"  # packed-delta-nets
+STATE = "+actor_rollout_ref.rollout.engine_kwargs.vllm.mamba_ssm_cache_dtype=float32"
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("architecture", "settings"), [("qwen3_next", [PADDED, STATE]), ("glm4", []), ("gemma3", [])])
+def test_models_of_this_year_train(run_quickstart, architecture, settings):
+    """The guard on them: tests/weight_sync/test_witnesses.py."""
+    asked = (f"tiny_architecture={architecture}", "precision=bf16", "trainer.total_training_steps=1", *settings)
+    (row,) = run_quickstart(*asked)
+    assert row["weight_sync/unverified_layers"] == 0 and row["weight_sync/verified_layers"] > 20
+    assert row["weight_sync/canary_gap"] < row["weight_sync/canary_bound"]
+    assert row["mismatch/probs_pearson"] > 0.99

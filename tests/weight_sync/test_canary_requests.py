@@ -3,16 +3,15 @@
 The actors stand in for verl's servers, whose contract is `generate`; the real ones are asked in tests/e2e.
 """
 
-import copy
 import functools
 import logging
 import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import ray
 import torch
+from composer import compose_recipe
 from omegaconf import OmegaConf
 from ray_server import LOG_PROB, Server
 from transformers import AutoTokenizer
@@ -21,10 +20,7 @@ from verl.utils import tensordict_utils as tu
 from verl_precision.base.errors import WeightSyncError
 from verl_precision.engine.shadow import ROUNDED_TO
 from verl_precision.integration.trainer.canary_requests import TrainerCanary
-from verl_precision.tools.checking.composing import compose_recipe
 from verl_precision.tools.tiny_model import cached_tiny_model
-
-QUICKSTART = Path(__file__).resolve().parents[2] / "recipes/quickstart/quickstart.yaml"
 
 
 class Workers:
@@ -59,13 +55,8 @@ def _tokenizer():
     return AutoTokenizer.from_pretrained(cached_tiny_model("qwen3"))
 
 
-@functools.cache
-def _composed(*overrides: str):
-    return compose_recipe(QUICKSTART, list(overrides))
-
-
 def canary(*overrides: str, precision: str = "fp16", **settings) -> TrainerCanary:
-    config = copy.deepcopy(_composed(f"precision={precision}", *overrides))
+    config = compose_recipe("recipes/quickstart/quickstart.yaml", f"precision={precision}", *overrides)
     OmegaConf.update(config, "weight_sync.canary", settings, merge=False)
     return TrainerCanary(SimpleNamespace(config=config))
 

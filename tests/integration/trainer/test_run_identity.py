@@ -1,8 +1,6 @@
 """The same command resumes; a changed one starts anew, or is refused with what differs and what can be done."""
 
 import functools
-import subprocess
-import sys
 
 import pytest
 import yaml
@@ -174,15 +172,9 @@ def test_a_job_that_is_queued_again_begins_nothing_new(claim, monkeypatch, tmp_p
 
 
 @pytest.fixture
-def other_run(tmp_path, root):
+def other_run(tmp_path, start_owner):
     """Another process at work in the folder `mine`, as the job 7."""
-    program = "import sys, pathlib; from verl_precision.base.owner import take; "
-    program += "take(pathlib.Path(sys.argv[1])); print(flush=True); sys.stdin.read()"
-    command = ["env", "SLURM_JOB_ID=7", sys.executable, "-c", program, str(tmp_path / "mine")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root) as process:
-        process.stdout.readline()
-        yield process
-        process.kill()
+    return start_owner(tmp_path / "mine", "7")[0]
 
 
 def test_the_second_of_two_starts_is_refused_and_touches_nothing(claim, other_run, monkeypatch, tmp_path):

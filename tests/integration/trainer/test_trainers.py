@@ -81,20 +81,16 @@ def base(monkeypatch):
     return base
 
 
-def trainer_of(config, folder):
+@pytest.fixture
+def trainer(config, base, tmp_path):
     """Our trainer at step 2 of 9."""
-    config.trainer.default_local_dir, config.trainer.v1.trainer_mode = str(folder), "vp_sync"
+    for step in (1, 2):
+        (tmp_path / f"global_step_{step}").mkdir()
+    config.trainer.default_local_dir, config.trainer.v1.trainer_mode = str(tmp_path), "vp_sync"
     trainer = TRAINER_REGISTRY["vp_sync"](config)
     trainer.global_steps, trainer.local_trigger_step, trainer.total_training_steps = 2, 0, 9
     trainer.logger, trainer.tokenizer = SimpleNamespace(log=lambda data, step: None), None
     return trainer
-
-
-@pytest.fixture
-def trainer(config, base, tmp_path):
-    for step in (1, 2):
-        (tmp_path / f"global_step_{step}").mkdir()
-    return trainer_of(config, tmp_path)
 
 
 def test_callbacks_go_around_verls_method_in_their_order(trainer, base, monkeypatch):

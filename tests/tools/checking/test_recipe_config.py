@@ -24,12 +24,6 @@ def _at_root(root, monkeypatch):
     monkeypatch.chdir(root)
 
 
-def check(*arguments: str):
-    done = CliRunner().invoke(app, ["check", *arguments])
-    assert isinstance(done.exception, SystemExit | None), done.exception
-    return done.exit_code, " ".join(done.output.split())
-
-
 def errors(config) -> list[str]:
     return [str(fault) for fault in find_faults(config, Environment()) if fault.severity == "error"]
 
@@ -69,16 +63,16 @@ def test_json_schema_and_exit_codes():
     assert first["name"] == "rollout-contradicts-actor" and first["severity"] == "error"
 
 
-def test_terminal_shows_table_finding_and_remedy(monkeypatch):
+def test_terminal_shows_table_finding_and_remedy(typed, monkeypatch):
     monkeypatch.setattr(console, "width", 120)
-    code, text = check(RECIPE, "actor_rollout_ref.rollout.top_p=0.9", "--gpu", "A100")
+    code, text = typed("check", RECIPE, "actor_rollout_ref.rollout.top_p=0.9", "--gpu", "A100")
     assert code == 0, text
     assert "actor forward fp16" in text and "rollout fp16" in text
     assert "warn truncated-sampling: actor_rollout_ref.rollout.top_p=0.9" in text
     assert "Set actor_rollout_ref.rollout.top_p=1.0" in text and "0 error(s)" in text
 
 
-@pytest.mark.parametrize(("typed", "words"), [
+@pytest.mark.parametrize(("arguments", "words"), [
     ("--cluster nowhere.invalid:1234", "--cluster nowhere.invalid:1234: "),  # no emoji
     ("nowhere.yaml", "nowhere.yaml: there is no such recipe"),
     ("recipes/quickstart", f"Give {RECIPE}."),
@@ -102,8 +96,8 @@ def test_terminal_shows_table_finding_and_remedy(monkeypatch):
     ("precision=fp16", "To append to your default list use +precision=fp16"),
     ("-- bash run.sh precision=fp16", "write `verl-precision check --` before the command that starts verl"),
 ])  # fmt: skip
-def test_a_mistake_is_answered_with_the_word_to_write(typed, words):
-    code, text = check(*typed.split())
+def test_a_mistake_is_answered_with_the_word_to_write(typed, arguments, words):
+    code, text = typed("check", *arguments.split())
     assert code == 1 and words in text and "earch path" not in text and "Lexer" not in text
 
 
@@ -126,7 +120,7 @@ def test_a_users_own_yaml_is_never_a_traceback(content, words, tmp_path):
     assert fault["setting"] or "mine.yaml" in said or "main_ppo" in said
 
 
-def test_a_misspelt_name_that_hydra_adds_is_a_warning_and_a_name_of_ones_own_none(tmp_path):
+def test_a_misspelt_name_that_hydra_adds_is_a_warning_and_a_name_of_ones_own_none(typed, tmp_path):
     """Behind a +, or in a recipe's own YAML."""
     slips = {"trainer.save_frq": "save_freq", "data.max_response_lenght": "max_response_length"}
     own = ["actor_rollout_ref.rollout.engine_kwargs.vllm.max_nu_seqs", "trainer.my_own", "data.train_file_of_mine"]
@@ -135,16 +129,16 @@ def test_a_misspelt_name_that_hydra_adds_is_a_warning_and_a_name_of_ones_own_non
     assert said == {slip: f"Did you mean {slip.partition('.')[0]}.{meant}?" for slip, meant in slips.items()}
     written = Path(RECIPE).read_text().replace("\ntrainer:\n", "\ntrainer:\n  save_frq: 3\n")
     (tmp_path / "mine.yaml").write_text(written)
-    code, text = check(str(tmp_path / "mine.yaml"))
+    code, text = typed("check", tmp_path / "mine.yaml")
     assert code == 0 and "Did you mean trainer.save_freq?" in text, text
 
 
-def test_the_folder_of_checkpoints_is_named_as_the_run_names_it(compose_recipe):
+def test_the_folder_of_checkpoints_is_named_as_the_run_names_it(typed, compose_recipe):
     sanity = "recipes/sanity/sanity.yaml"
     config = compose_recipe(sanity, return_hydra_config=True)
     PreflightCallback().on_run_start(config)
     assert config.trainer.experiment_name.startswith("fp16_pg_seq_is-")
-    _, text = check(sanity)
+    _, text = typed("check", sanity)
     assert f"checkpoints in {config.trainer.default_local_dir} " in text
     assert check_recipe(Path(RECIPE), []).folder is None, "it saves nothing"
 
@@ -175,6 +169,6 @@ def test_who_decides_each_dtype_of_megatron():
 
 
 @pytest.mark.parametrize("engine", ["veomni", "torchtitan"])
-def test_presets_of_precision_are_refused_with_an_engine_that_has_none(engine):
-    code, text = check(MOE, f"model_engine={engine}", "precision=bf16")
+def test_presets_of_precision_are_refused_with_an_engine_that_has_none(typed, engine):
+    code, text = typed("check", MOE, f"model_engine={engine}", "precision=bf16")
     assert code == 1 and f"model_engine={engine!r}: presets that set a dtype" in text and "model_engine=dp" in text

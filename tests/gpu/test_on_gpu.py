@@ -1,13 +1,15 @@
-"""On a GPU, what no CPU shows of the engine: memory and values of long log-probs, a shadow whose actor is offloaded."""
+"""On a GPU, what no CPU shows: long log-probs, a shadow whose actor is offloaded, the checks of the self-test."""
 
 from functools import partial
 
 import pytest
 import torch
+from rich.console import Console
 from verl_engines import make_engine
 
 from verl_precision.engine.log_probs import log_probs_and_entropy
 from verl_precision.engine.settings import ShadowSettings
+from verl_precision.tools.selftest.session import CHECKS, run_selftest
 from verl_precision.tools.selftest.single_rank import engine_batch, make_group_of_one
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -60,3 +62,9 @@ def test_a_bf16_shadow_follows_its_offloaded_actor():
     gap, moved = ((found - actors).abs().mean() for found in (shadows, log_probs(plain)))
     torch.distributed.destroy_process_group()
     assert gap < 0.25 * moved
+
+
+@pytest.mark.parametrize("name", [*CHECKS])
+def test_check_passes(name, tmp_path):
+    (outcome,) = run_selftest(tmp_path, "cuda", [name], Console())
+    assert outcome.status == "passed", outcome.message
