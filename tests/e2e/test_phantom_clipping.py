@@ -23,22 +23,15 @@ SHADOW = "actor_rollout_ref.actor.fsdp_config.shadow"
 MISMATCHED = (*RATIO_ON_ROLLOUT, "precision=fp32_train_bf16_rollout", f"{SHADOW}.every_n_steps=1")
 
 
-def kept_of(folder: Path) -> dict[int, list[KeptResponse]]:
-    """Return the responses that a run has kept, by step."""
-    path = folder / "kept_tokens"
-    kept: dict[int, list[KeptResponse]] = {}
-    for summary in index_of(path):
-        kept.setdefault(summary.step, []).append(response_at(path, summary.offset))
-    return kept
-
-
 def clip_fraction(row) -> float:
     return row["actor/clip_fraction_high"] + row["actor/clip_fraction_low"]
 
 
 def test_mismatched_precisions_clip_tokens_whose_policy_did_not_change(run_quickstart):
     rows = run_quickstart(*MISMATCHED, "mismatch.keep_tokens=6")
-    kept = kept_of(rows.folder)
+    kept: dict[int, list[KeptResponse]] = {}  # by step
+    for summary in index_of(path := rows.folder / "kept_tokens"):
+        kept.setdefault(summary.step, []).append(response_at(path, summary.offset))
     assert {step: len(found) for step, found in kept.items()} == {1: 6, 2: 6}
     found = [DECISIONS[code] for responses in kept.values() for one in responses for code in one.decisions]
     assert found.count("phantom-clipped") > 0.002 * len(found), "the tokens behind the fraction below"

@@ -1,5 +1,6 @@
 """Made-up engines for the jobs that draw and score, and what such a job has on disk before it has drawn anything."""
 
+import json
 from collections.abc import Callable
 from contextlib import closing
 
@@ -24,6 +25,17 @@ def typed() -> Callable[..., tuple[int, str]]:
         if done.exception and not isinstance(done.exception, SystemExit):
             raise done.exception
         return done.exit_code, " ".join(done.output.split())
+
+    return run
+
+
+@pytest.fixture
+def findings(typed) -> Callable[..., tuple[int, list[dict]]]:
+    """Type `check` with some words; return its exit code, and what it found."""
+
+    def run(*words: str) -> tuple[int, list[dict]]:
+        code, said = typed("check", "--json", *words)
+        return code, json.loads(said)["findings"]
 
     return run
 

@@ -49,13 +49,9 @@ def on_a_cpu(monkeypatch):
     monkeypatch.setattr("verl.utils.device.get_device_id", lambda: "cpu")
 
 
-def tokens() -> torch.Tensor:
-    return torch.randint(3, 90, (1, 24), generator=torch.Generator().manual_seed(0))
-
-
 @torch.no_grad()
 def logits(model) -> torch.Tensor:
-    return model.eval()(tokens()).logits
+    return model.eval()(torch.randint(3, 90, (1, 24), generator=torch.Generator().manual_seed(0))).logits
 
 
 @torch.no_grad()

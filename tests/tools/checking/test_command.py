@@ -1,16 +1,13 @@
 """What a user types, and the main, the config and the overrides that it means."""
 
 import ast
-import json
 import shlex
 from pathlib import Path
 
 import pytest
 import verl
-from typer.testing import CliRunner
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.cli import app
 from verl_precision.tools.checking.composing import MAIN, mains, read_command
 
 VLLM = "actor_rollout_ref.rollout.name=vllm"
@@ -18,12 +15,6 @@ EXPERIMENTAL = "verl.experimental"
 ASYNC, ONE_STEP = f"{EXPERIMENTAL}.fully_async_policy.fully_async_main", f"{EXPERIMENTAL}.one_step_off_policy.main_ppo"
 LACKS, OWN = "verl 0.9.1 has no such module", "it is not a main of verl"
 NO_RL = "it is not an RL run, so there is nothing to check"
-
-
-def findings(*words: str):
-    done = CliRunner().invoke(app, ["check", "--json", "--", *words])
-    assert isinstance(done.exception, SystemExit | None), done.exception
-    return done.exit_code, json.loads(done.stdout)["findings"]
 
 
 def test_every_main_of_the_installed_verl_is_read_from_its_decorator():
@@ -63,7 +54,7 @@ def test_a_command_is_composed_by_its_own_main(typed, name):
     assert path.is_file() and path.stem == name and overrides == words[-1:]
 
 
-@pytest.mark.parametrize(("typed", "problem", "remedy"), [
+@pytest.mark.parametrize(("command", "problem", "remedy"), [
     ("-m my_pkg.main_ppo a=1", OWN, "check KEY=VALUE"),
     ("src/train.py a=1", OWN, "check YAML"),
     ("-m recipe.prime.main_prime a=1", LACKS, "Use verl-recipe with the verl that it names"),
@@ -77,8 +68,8 @@ def test_a_command_is_composed_by_its_own_main(typed, name):
     (f"-m {MAIN} {VLLM} +precision=fp61", "Available options in 'precision'", ""),
     (f"-m {MAIN} {VLLM} precision=fp16", "No match in the defaults list", ""),
 ])  # fmt: skip
-def test_what_cannot_be_checked_is_told_in_words(typed, problem, remedy):
-    code, (finding,) = findings("python", *typed.split())
+def test_what_cannot_be_checked_is_told_in_words(findings, command, problem, remedy):
+    code, (finding,) = findings("--", "python", *command.split())
     assert code == 1 and problem in finding["problem"] and remedy in finding["remedy"], finding
 
 
@@ -90,10 +81,10 @@ def test_what_cannot_be_checked_is_told_in_words(typed, problem, remedy):
     ("recipe.fully_async_policy.fully_async_main", ASYNC),
     ("recipe.one_step_off_policy.async_main_ppo", ONE_STEP),
 ])  # fmt: skip
-def test_a_main_that_is_gone_is_named_with_the_one_to_take(module, instead):
+def test_a_main_that_is_gone_is_named_with_the_one_to_take(findings, module, instead):
     """And its words are looked at."""
     words = ["python", *([] if "/" in module else ["-m"]), module, "trainer.save_frq=5"]
-    code, (gone, key) = findings(*words)
+    code, (gone, key) = findings("--", *words)
     assert code == 1 and gone["name"] == "main-gone" and f"Start {instead}" in gone["remedy"]
     assert LACKS in gone["problem"] and key["remedy"] == "Did you mean trainer.save_freq?"
     with pytest.raises(ConfigurationError, match="no such module"):

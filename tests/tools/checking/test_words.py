@@ -1,35 +1,27 @@
 """Keys that verl does not have, or does not read: each with today's name, which is verl's own config's."""
 
 import functools
-import json
 import re
 
 import pytest
 from composer import compose_verl
 from omegaconf import OmegaConf
-from typer.testing import CliRunner
 
 from verl_precision.check.keys import keys_of, table_of_keys
 from verl_precision.check.preflight import PreflightCallback
-from verl_precision.cli import app
 from verl_precision.tools.checking.words import HANDED_ON, unknown
 
 ENGINES = ("dp", "megatron", "veomni", "torchtitan")
 TABLE = table_of_keys()
 READY = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.n=8")
 READY += tuple(f"actor_rollout_ref.{each}use_dynamic_bsz=True" for each in ("actor.", "rollout.log_prob_"))
+ON_GPUS = ("--gpu", "H100", *READY)
 
 
 @functools.cache
 def known(engine: str = "dp") -> frozenset[str]:
     config = compose_verl(f"model_engine={engine}")
     return frozenset(keys_of(OmegaConf.to_container(config, resolve=False)))
-
-
-def findings(*words: str):
-    done = CliRunner().invoke(app, ["check", "--json", "--gpu", "H100", *READY, *words])
-    assert isinstance(done.exception, SystemExit | None), done.exception
-    return done.exit_code, json.loads(done.stdout)["findings"]
 
 
 @pytest.mark.parametrize(("old", "new"), [*TABLE["moved"].items(), *TABLE["unread"].items()])
@@ -77,7 +69,7 @@ def test_a_key_is_answered_with_todays_word_of_the_commands_engine(key, engine, 
         assert unknown(key, "null", known(engine)).remedy == "Drop it."  # verl compares today's with 0
 
 
-def test_every_unknown_key_is_named_at_once():
+def test_every_unknown_key_is_named_at_once(findings):
     wrong = {"data.val_data_num": "-1", "max_turns": "4", "trainer.save_frq": "5", "algorithm.no_think_rl": "False"}
     words = [f"{key}={value}" for key, value in wrong.items()]
     added = [
@@ -85,7 +77,7 @@ def test_every_unknown_key_is_named_at_once():
         "+reward_model.reward_kwargs.max_resp_len=5",
         "reward_model.reward_manager=dapo",
     ]
-    code, found = findings(*words, "~trainer.nothing", *added, "+precision=fp16")
+    code, found = findings(*ON_GPUS, *words, "~trainer.nothing", *added, "+precision=fp16")
     said = {each["setting"]: each["remedy"] for each in found}
     assert code == 1 and len(found) == len(said)
     assert set(said) >= {*wrong, "trainer.nothing", "trainer.val_only", "reward_model.reward_kwargs.max_resp_len"}
@@ -101,8 +93,8 @@ def test_every_unknown_key_is_named_at_once():
     ("+reward_model.overlong_buffer.len=9", "overlong_buffer_cfg.len=9."),
     ("++algorithm.rollout_is_level=token", "Set algorithm.rollout_correction.rollout_is"),
 ])  # fmt: skip
-def test_what_a_plus_adds_for_nobody_is_named_once(word, said):
-    code, found = findings(word)
+def test_what_a_plus_adds_for_nobody_is_named_once(findings, word, said):
+    code, found = findings(*ON_GPUS, word)
     (fault,) = [each for each in found if each["name"] in ("unknown-key", "verl-refuses", "setting-ignored")]
     assert (code, fault["name"], fault["severity"]) == (1, "unknown-key", "error") and said in fault["remedy"]
 
@@ -117,8 +109,8 @@ def test_what_a_plus_adds_for_nobody_is_named_once(word, said):
     "+precision=bf16",
     "++trainer.save_freq=5",
 ])  # fmt: skip
-def test_what_a_plus_adds_for_somebody_is_none(word):
-    assert not [each for each in findings(word)[1] if each["name"] in ("unknown-key", "verl-refuses")]
+def test_what_a_plus_adds_for_somebody_is_none(findings, word):
+    assert not [each for each in findings(*ON_GPUS, word)[1] if each["name"] in ("unknown-key", "verl-refuses")]
 
 
 @pytest.mark.parametrize("words", ["trainer.use_v1=False", "+rollout.nnodes=1 +rollout.n_gpus_per_node=8"])

@@ -216,11 +216,6 @@ def runs(tmp_path_factory):
     return folder
 
 
-def folder_of(path: str, runs: Path) -> str:
-    """Return the run's folder, given what was read of it."""
-    return Path(path).relative_to(runs).parts[0]
-
-
 def asked(*paths: Path) -> TestClient:
     return TestClient(application(Live(paths, pause_seconds=0), "token"), base_url="http://localhost")
 
@@ -236,7 +231,7 @@ def test_the_page_shows_every_run_and_says_what_is_wrong_until_it_is_right(runs)
         answer = client.get("/token/state")
         assert answer.status_code == 200, answer.text
         curves = answer.json()["curves"]
-        found = {folder_of(run["path"], runs): run for run in answer.json()["runs"]}
+        found = {Path(run["path"]).relative_to(runs).parts[0]: run for run in answer.json()["runs"]}
         assert curves[found["good"]["curve"]]["reward/reward"][0] == steps
         assert {found[name]["problem"] for name in ("good", "weighed")} == {""}
         wrong = []

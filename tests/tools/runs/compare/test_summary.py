@@ -61,10 +61,6 @@ def test_a_step_without_a_correlation_is_passed_over():
     assert s.pearson_last == 0.999 and s.log_prob_gap == pytest.approx((0.01 + 0.03) / 2)
 
 
-def rewarded(*rewards: float) -> list[dict[str, float]]:
-    return [{"step": step, REWARD: reward} for step, reward in enumerate(rewards, start=1)]
-
-
 @pytest.mark.parametrize(("above", "steps", "rewards", "reward", "since"), [
     # Windows of two: means 0, 1/2, 3/4, 3/4, 1.
     (0.7, 2, (0.0, 1.0, 0.5, 1.0, 1.0), 1.0, 3),
@@ -78,7 +74,8 @@ def rewarded(*rewards: float) -> list[dict[str, float]]:
     (0.5, 1, (math.nan, 1.0), 1.0, 2),
 ])  # fmt: skip
 def test_verdict_by_hand(above, steps, rewards, reward, since):
-    found = PassBar(above, steps).verdict(rewarded(*rewards))
+    rows = [{"step": step, REWARD: reward} for step, reward in enumerate(rewards, start=1)]
+    found = PassBar(above, steps).verdict(rows)
     assert found == {"reward": pytest.approx(reward, nan_ok=True), "passed": since is not None, "since": since}
 
 
