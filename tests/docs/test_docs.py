@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 import typer
+import verl
+from omegaconf import OmegaConf
 
+from verl_precision.base.verl_config import CASTING
 from verl_precision.cli import app
+from verl_precision.integration.resolvers import sync_is_verified
 from verl_precision.presets import preset_names
 from verl_precision.tools.checking.composing import read_command
 from verl_precision.tools.data.catalog import NAMES, TEMPLATES
@@ -165,3 +169,22 @@ def test_every_number_of_the_pre_trained_model_is_the_logs():
     page, log = ((folder / "real_model.md").read_text() for folder in (LOG.parent, LOG))
     numbers = set(re.findall(r"\d+\.\d+(?:e[-+]\d+)?%?", page)) - {"0.24.0", "0.24"}
     assert len(numbers) > 50 and {number for number in numbers if number not in log} <= {"0.3", "0.1"}, "rounded here"
+
+
+SYNCS = re.findall(r"^\| `.*", (ROOT / "docs" / "weight_sync.md").read_text(), re.M)
+SYNCS = [[cell.strip() for cell in row.split("|")[1:-1]] for row in SYNCS]
+ROADS = {road: row for row in SYNCS if len(row) == 5 for road in re.findall(r"`(\w+)`", row[0])}
+
+
+def test_every_checkpoint_engine_of_verl_has_a_row():
+    sources = (Path(verl.__file__).parent / "checkpoint_engine").glob("*.py")
+    names = {name for source in sources for name in re.findall(r"Registry\.register\(\"(\w+)\"\)", source.read_text())}
+    assert ROADS.keys() == names
+
+
+def test_digests_are_sent_where_the_page_says_so_and_casting_is_the_reason_elsewhere():
+    for road, (_, digests, *_) in ROADS.items():
+        kwargs = {"vllm": {"worker_extension_cls": "verl_precision."}}
+        rollout = {"name": "vllm", "checkpoint_engine": {"backend": road}, "engine_kwargs": kwargs}
+        assert sync_is_verified(OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})) == (digests == "yes")
+        assert ("BF16" in digests) == (road in CASTING)
