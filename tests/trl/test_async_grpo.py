@@ -9,6 +9,8 @@ from composer import ROOT
 pytestmark = pytest.mark.trl
 sys.path.insert(0, str(ROOT / "recipes" / "phantom_clipping_trl"))
 
+CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
@@ -28,7 +30,7 @@ def trainer(tmp_path_factory):
 
 def gradients(trainer, moved=0.0, **precision):
     """Return loss, gradients and metrics of the micro-batch, after a step of size `moved` in every weight."""
-    trainer.use_precision(**precision)
+    trainer.use_precision(shadow=torch.bfloat16, **precision)
     generator = torch.Generator().manual_seed(0)
     before = [weight.detach().clone() for weight in trainer.model.parameters()]
     with torch.no_grad():
@@ -50,8 +52,8 @@ def differ(one, other):
 
 @pytest.mark.parametrize("moved", [0.0, 3e-3])
 def test_our_grpo_has_the_loss_and_the_gradient_of_trls(trainer, moved):
-    loss, expected, metrics = gradients(trainer, moved, shadow=torch.bfloat16)
-    ours, found, _ = gradients(trainer, moved, loss="vp_grpo", options={"clip_low": 0.2, "clip_high": 0.2})
+    loss, expected, metrics = gradients(trainer, moved)
+    ours, found, _ = gradients(trainer, moved, loss="vp_grpo", options=CLIP)
     assert ours == pytest.approx(loss, abs=1e-6)
     largest = max(float(each.abs().max()) for each in expected)
     assert differ(found, expected) < 1e-5 * largest
@@ -61,7 +63,7 @@ def test_our_grpo_has_the_loss_and_the_gradient_of_trls(trainer, moved):
 def test_the_gap_is_that_of_trls_ratio(trainer):
     gradients(trainer)
     trainer._metrics["train"].clear()
-    _, _, metrics = gradients(trainer, 3e-3, shadow=torch.bfloat16)
+    _, _, metrics = gradients(trainer, 3e-3)
     assert metrics["mismatch/chi_square"] > 0 and metrics["mismatch/k3_kl"] > 1e-4
     (kl,), (clipped,) = (trainer._metrics["train"][name] for name in ("kl", "clip_ratio/region_mean"))
     assert metrics["mismatch/k3_kl"] == pytest.approx(kl, rel=1e-3)
@@ -69,11 +71,10 @@ def test_the_gap_is_that_of_trls_ratio(trainer):
 
 
 def test_the_shadows_ratio_has_no_beta_and_the_trainers_gradient(trainer):
-    _, _, plain = gradients(trainer, 3e-3, shadow=torch.bfloat16)
-    _, found, metrics = gradients(trainer, 3e-3, shadow=torch.bfloat16, ratio="shadow")
+    _, _, plain = gradients(trainer, 3e-3)
+    _, found, metrics = gradients(trainer, 3e-3, ratio="shadow")
     assert metrics["phantom/avoided_fraction"] > 0 and "phantom/avoided_fraction" not in plain
-    _, again, _ = gradients(trainer, 3e-3, shadow=torch.bfloat16, ratio="shadow", loss="vp_grpo",
-                            options={"clip_low": 0.2, "clip_high": 0.2})  # fmt: skip
+    _, again, _ = gradients(trainer, 3e-3, ratio="shadow", loss="vp_grpo", options=CLIP)
     assert differ(found, again) < 1e-5 * max(float(each.abs().max()) for each in found)
 
 

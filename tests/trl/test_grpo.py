@@ -1,7 +1,6 @@
 """GRPOTrainer, with vLLM in its process, and examples/trl_grpo.py: the gap that TRL logs, and our loss in its place."""
 
 import json
-import os
 import sys
 
 import pytest
@@ -15,8 +14,7 @@ for folder in ("recipes/phantom_clipping_trl", "recipes/phantom_clipping", "exam
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """Train two steps, and return the logs and the rows of the file."""
-    monkeypatch.setattr(os, "environ", os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"})
+    """Train one step, and return the logs and the rows of the file."""
 
     def run(**precision):
         import make_task
@@ -46,6 +44,8 @@ def train(tmp_path, monkeypatch):
             reward_funcs=lambda completion_ids, **_: [-float(len(set(tokens))) for tokens in completion_ids],
             train_dataset=Dataset.from_dict({"prompt": make_task.prompts()}),
         )  # fmt: skip
+        # One step needs no sync: vLLM has read the same weights. On a CPU it cannot load again in TRL's way.
+        trainer.vllm_generation.sync_weights = lambda: None
         file = tmp_path / "metrics.jsonl"
         file.unlink(missing_ok=True)
         trainer.use_precision(file=str(file), **precision)

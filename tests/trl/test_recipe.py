@@ -1,4 +1,4 @@
-"""The shortest form of recipes/phantom_clipping_trl: in eight steps the clip acts, and in matched precision it does not."""
+"""The shortest form of recipes/phantom_clipping_trl: in eight steps the clip acts, and not in matched precision."""
 
 import subprocess
 import sys
