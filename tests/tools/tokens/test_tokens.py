@@ -94,7 +94,8 @@ def test_dump_gives_the_metrics_of_its_tokens(tmp_path, typed, monkeypatch, writ
     assert [row["step"] for row in rows] == list(STEPS)
     for row in rows:
         assert row["data"].pop("critic/score/mean", 0.5) == 0.5
-        assert row["data"] == pytest.approx(expected, rel=1e-9)
+        assert {name: row["data"][name] for name in expected} == pytest.approx(expected, rel=1e-9)
+        assert row["data"]["mismatch/nonfinite_trainer_tokens"] == 0, "the alarms of each engine have their metric"
 
 
 def test_results_are_not_replaced_unasked_and_are_those_of_a_run(tmp_path, typed):
