@@ -18,7 +18,7 @@
 # make bench-check  run all benchmarks again; fails if a ratio is more than a fifth worse than the recorded one
 # make check        lint, types, docs
 # make venv         only the environment of the other targets, .venv
-# make clean        remove .venv and .venv-trl
+# make clean        remove .venv and outputs/venv-trl
 # make help         print these lines
 # make lock         refresh requirements/cpu.lock and requirements/gpu.lock from setup.py
 .PHONY: quickstart sanity phantom phantom-trl collapse real test test-e2e test-trl test-matrix test-gpu wheel docs bench fault-injection bench-check check venv lock clean help
@@ -33,7 +33,7 @@ E2E := tests/e2e tests/engine tests/tools/arithmetic tests/weight_sync
 # Written after an installation: as long as it is newer than the lock file and setup.py, nothing is installed.
 STAMP := $(VENV)/.installed
 # TRL and the packages of the lock.
-TRL := .venv-trl
+TRL := outputs/venv-trl
 TRL_REQUIREMENTS := recipes/phantom_clipping_trl/requirements.txt
 
 quickstart: $(STAMP)
@@ -111,6 +111,7 @@ $(STAMP): $(LOCK) setup.py $(BIN)/python
 	@touch $@
 
 $(TRL)/.installed: $(LOCK) $(TRL_REQUIREMENTS) setup.py $(TRL)/bin/python
+	@mkdir -p $(dir $(TRL))
 	@cat $(LOCK) $(TRL_REQUIREMENTS) > $(TRL).lock
 	@sh requirements/install.sh $(TRL) $(TRL).lock
 	@rm $(TRL).lock

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 ############################ user-adjustable ############################
-PYTHON=${PYTHON:-.venv-trl/bin/python}
+PYTHON=${PYTHON:-outputs/venv-trl/bin/python}
 ARMS=${ARMS:-clipped shadow fp32} # names of run_arms.py's arms, or all
 SEEDS=${SEEDS:-0}
 STEPS=${STEPS:-81}

@@ -113,6 +113,10 @@ class MismatchMonitor:
         """Add a set of statistics of your own to the step; it merges with those of its name, and has `metrics()`."""
         self._sets = merge_by_name([self._sets, {name: found}])
 
+    def merge(self, other: "MismatchMonitor") -> None:
+        """Add what the monitor of another process, sent by pickle, has measured in this step."""
+        self._sets = merge_by_name([self._sets, other._sets])
+
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of everything that was added since the last call, of all ranks, without undefined ones."""
         mine, self._sets = self._sets, {}
