@@ -18,6 +18,7 @@ import torch.distributed as dist
 import transformers
 import verl  # noqa: F401 - loads the plugin
 import verl_engines
+from digests import digest
 from safetensors import safe_open
 from torch.distributed.fsdp import _init_utils
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -45,7 +46,6 @@ from verl_precision.losses.metrics import weight_statistics
 from verl_precision.tools.export.session import export_checkpoint
 from verl_precision.tools.selftest.single_rank import engine_batch, nested
 from verl_precision.tools.tiny_model import cached_tiny_model
-from verl_precision.weight_sync.manifest import digest
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 SHARED = Path(os.environ["SHARED_FOLDER"])

@@ -6,11 +6,12 @@ import struct
 
 import pytest
 import torch
+from digests import digest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_precision.base.errors import WeightSyncError
 from verl_precision.weight_sync import manifest
-from verl_precision.weight_sync.manifest import TensorDigest, digest
+from verl_precision.weight_sync.manifest import TensorDigest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool]
 ROW = manifest._ROW

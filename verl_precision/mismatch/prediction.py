@@ -32,7 +32,7 @@ class Weighting(NamedTuple):
         """Return the effective share, 0 to 1: of the responses, or of the tokens if these have weights."""
         s = min(predicted_spread(k3, 1 if self.kind == "token" else tokens), _LARGEST)
         if self.kind in ("full", "token") or s == 0:
-            return effective_share(s)
+            return math.exp(-s * s)
         if self.kind == "mean":
             low, high = (_normal((math.log(side) + k3) * tokens / s) for side in require_band(self.bound, "band"))
             return high - low
@@ -47,11 +47,6 @@ class Weighting(NamedTuple):
 def predicted_spread(k3: float, tokens: float) -> float:
     """Return the predicted spread of the log-weights of responses of this length, √(2 k3 T), in nats."""
     return math.sqrt(2 * k3 * tokens)
-
-
-def effective_share(spread: float) -> float:
-    """Return the effective share of the responses if their weights ρ have this spread: exp(-spread²)."""
-    return math.exp(-(spread**2))
 
 
 def weighting_of(config: Mapping[str, Any] | str) -> Weighting:

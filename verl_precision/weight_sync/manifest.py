@@ -135,13 +135,6 @@ class _RowSums:
         return self._powers[:rows]
 
 
-def digest(tensor: Tensor) -> TensorDigest:
-    """Return the digest of one tensor."""
-    stream = StreamDigest()
-    stream.add("", tensor)
-    return stream.fetch()[""]
-
-
 def bit_view(tensor: Tensor) -> Tensor:
     """Return the elements' bit patterns as integers, flat: NaN equals itself, -0.0 differs from 0.0."""
     return tensor.detach().contiguous().reshape(-1).view(integers(tensor.dtype))

@@ -3,12 +3,13 @@
 import pytest
 import torch
 import verl.workers.engine  # noqa: F401 - it imports what is tested here
+from digests import digest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_precision.tools.arithmetic import stochastic_rounding
 from verl_precision.tools.arithmetic.stochastic_rounding import round_stochastically, rounded_stream, seed_of
-from verl_precision.weight_sync.manifest import digest, read_manifest, rounded_on_the_way, send_with_manifest
+from verl_precision.weight_sync.manifest import read_manifest, rounded_on_the_way, send_with_manifest
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 

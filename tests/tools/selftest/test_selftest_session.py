@@ -7,6 +7,7 @@ import sys
 import psutil
 import pytest
 import torch
+from digests import digest
 from rich.console import Console
 
 from verl_precision.base.errors import CheckFailedError, ConfigurationError, require
@@ -14,7 +15,6 @@ from verl_precision.tools.runs import launch
 from verl_precision.tools.selftest import session
 from verl_precision.tools.selftest.selftest_faults import FlippedBit, LostTensor
 from verl_precision.tools.selftest.session import CHECKS, Check
-from verl_precision.weight_sync.manifest import digest
 
 
 def fails(device, folder):

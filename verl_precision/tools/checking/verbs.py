@@ -14,7 +14,7 @@ from typer import Argument, BadParameter, Exit, Option
 
 from verl_precision.base.errors import ConfigurationError, VerlPrecisionError, describe, subject
 from verl_precision.base.terminal import paragraph, terminal_table
-from verl_precision.cli.verb import console, errors, silence_third_party, verb
+from verl_precision.cli.verb import console, errors, say, silence_third_party, verb
 
 if TYPE_CHECKING:  # these modules may import torch; the first findings are shown earlier
     from verl_precision.tools.checking.installation import Finding
@@ -99,7 +99,7 @@ def _check_recipe(words: list[str], gpu: str | None, model_config: Path | None, 
     else:
         show_recipe(report, console)
         start = "start the run, then verl-precision watch FOLDER (that of its metrics)"
-        _print(f"next: {start if report.ok else 'change what is marked ERROR, and check again'}")
+        say(f"next: {start if report.ok else 'change what is marked ERROR, and check again'}")
     return report.ok
 
 
@@ -109,28 +109,23 @@ def show_recipe(report: "RecipeReport", to: Console) -> None:
         if rows:
             to.print(terminal_table((*columns, "decided by"), rows, words=3))
     for each in report.replaced:
-        _print(f"presets=win: {each['word']} is replaced by {each['value']}, of {each['preset']}", to)
+        say(f"presets=win: {each['word']} is replaced by {each['value']}, of {each['preset']}", to)
     if own := [each.word for each in report.words if each.preset.startswith("scale=") and not each.contradicts]:
-        _print(f"words over the scale: {shlex.join(dict.fromkeys(own))}", to)
+        say(f"words over the scale: {shlex.join(dict.fromkeys(own))}", to)
     for fault in report.faults:
         word, colour = MARKS[fault.severity or "error"]
         title = f"{fault.name}: {subject(fault.setting, fault.value)}"
         to.print(Text(word, colour), Text(title, "bold"), sep="", soft_wrap=True)
-        for line in (fault.problem, describe("", allowed=fault.allowed, remedy=fault.remedy)):
-            _print(paragraph(line, to, "      "), to)
+        for line in filter(None, (fault.problem, describe("", allowed=fault.allowed, remedy=fault.remedy))):
+            say(paragraph(line, to, "      "), to)
     if report.folder is not None:
-        _print(f"checkpoints in {report.folder}", to)
+        say(f"checkpoints in {report.folder}", to)
     counts = report.counts
-    _print(f"{counts['error']} error(s), {counts['warning']} warning(s), {counts['unchecked']} not checked", to)
+    say(f"{counts['error']} error(s), {counts['warning']} warning(s), {counts['unchecked']} not checked", to)
     if report.way_out:
-        _print(f"To use the presets' values, leave out: {shlex.join(report.way_out['leave_out'])}", to)
+        say(f"To use the presets' values, leave out: {shlex.join(report.way_out['leave_out'])}", to)
         to.print(Text(f"The whole command: {report.way_out['command']}"), soft_wrap=True)  # in one piece, to copy it
-        _print("Or add +presets=win to the command as it is.", to)
-
-
-def _print(line: str, to: Console = console, style: str = "") -> None:
-    if line:
-        to.print(Text(paragraph(line, to), style), soft_wrap=True)
+        say("Or add +presets=win to the command as it is.", to)
 
 
 def _check_model(model: Path, as_json: bool) -> bool:
@@ -150,11 +145,12 @@ def _check_model(model: Path, as_json: bool) -> bool:
     columns = ("tensor", "stored", "max |w|", "overflow", "inf, NaN", "subnormal", "to zero")
     console.print(terminal_table(columns, rows, words=2))
     if len(weights.tensors) > WORST:
-        _print(f"the {WORST} worst of {len(weights.tensors)} tensors; --json has all")
+        say(f"the {WORST} worst of {len(weights.tensors)} tensors; --json has all")
     if weights.skipped:
-        _print(f"{len(weights.skipped)} tensor(s) were skipped: they are not floats of at least 16 bits")
-    _print(f"weights: {weights.verdict}", style="green" if weights.ok else "red")
-    _print(f"next, its gap: verl-precision mismatch --model {shlex.quote(str(model))}" if weights.ok else "")
+        say(f"{len(weights.skipped)} tensor(s) were skipped: they are not floats of at least 16 bits")
+    say(f"weights: {weights.verdict}", style="green" if weights.ok else "red")
+    if weights.ok:
+        say(f"next, its gap: verl-precision mismatch --model {shlex.quote(str(model))}")
     return weights.ok
 
 
@@ -169,12 +165,12 @@ def _check_installation(as_json: bool) -> bool:
         print(json.dumps({"ok": ok, "versions": versions, "findings": [*map(vars, found)]}, indent=2))
         return ok
     named = "  ".join(f"{name}\u00a0{version}" for name, version in versions.items())  # lines break only between pairs
-    _print(paragraph(named, console).replace("\u00a0", " "))
+    say(paragraph(named, console).replace("\u00a0", " "))
     if wrong := _show_findings(findings()):
-        _print(f"{wrong} problem(s): see FAIL above", style="red")
+        say(f"{wrong} problem(s): see FAIL above", style="red")
     else:
-        _print("installation: ready", style="green")
-        _print("next: check your own command: verl-precision check -- python -m verl.trainer.main_ppo ...")
+        say("installation: ready", style="green")
+        say("next: check your own command: verl-precision check -- python -m verl.trainer.main_ppo ...")
     return not wrong
 
 

@@ -1,6 +1,5 @@
 """The self-test: short runs of verl's own `main_ppo`, some with a fault that must stop them, and selftest.json."""
 
-import json
 import os
 import platform
 import tempfile
@@ -15,13 +14,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from verl_precision.base.errors import CheckFailedError, ConfigurationError, RunFailedError, require, sentence
-from verl_precision.base.files import write_file
 from verl_precision.base.overrides import quoted
 from verl_precision.base.versions import installed_versions
 from verl_precision.mismatch.metric_names import K3_KL
 from verl_precision.tools.runs.fork_server import workers_forked_on_cpu
 from verl_precision.tools.runs.launch import run_verl
 from verl_precision.tools.runs.read import Rows, read_metrics
+from verl_precision.tools.show.tables import write_json
 from verl_precision.tools.tiny_model import write_problems
 from verl_precision.weight_sync.manifest import FEWER_BITS, NOT_RECEIVED, OTHER_VALUES
 
@@ -190,7 +189,7 @@ def run_selftest(folder: Path, device: str, names: Sequence[str], console: Conso
     for name in [name for name in CHECKS if not names or name in names]:
         outcomes.append(_outcome(name, device, folder))
         report = {**machine, "checks": [asdict(outcome) for outcome in outcomes]}
-        write_file(folder / REPORT, json.dumps(report, indent=2) + "\n", replace=True)
+        write_json(folder / REPORT, report)
         console.print(outcomes[-1].line, markup=True, highlight=False, soft_wrap=True)
     return outcomes
 

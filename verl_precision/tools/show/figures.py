@@ -24,11 +24,10 @@ def write_png(path: Path, figure: Figure, title: str) -> None:
         figure.savefig(scratch, dpi=150, transparent=True)
 
 
-def style(axes: Axes, x_label: str = "", y_label: str = "", title: str = "", grid: bool = True) -> None:
+def style(axes: Axes, x_label: str = "", y_label: str = "", title: str = "") -> None:
     """Give axes their labels and the common look: a light grid, and a frame only at the bottom."""
     axes.set(xlabel=x_label, ylabel=y_label)
     axes.set_title(title, pad=12)  # leaves room for a mark above the axes
-    if grid:
-        axes.grid(color=INK, alpha=0.25, linewidth=0.7)
-        axes.set_axisbelow(True)
+    axes.grid(color=INK, alpha=0.25, linewidth=0.7)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -29,12 +29,7 @@ class PlannedRun(NamedTuple):
     @property
     def name(self) -> str:
         """Return the path of the run's folder within the comparison's folder."""
-        return run_name(self.arm, self.seed)
-
-
-def run_name(arm: str, seed: int | None) -> str:
-    """Return the name of an arm's run."""
-    return arm if seed is None else f"{arm}/seed_{seed}"
+        return self.arm if self.seed is None else f"{self.arm}/seed_{self.seed}"
 
 
 def preset_arms(precisions: Sequence[str], estimators: Sequence[str] = ()) -> Arms:

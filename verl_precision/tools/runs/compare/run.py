@@ -29,7 +29,7 @@ from verl_precision.base.state import checked, read_state
 from verl_precision.base.versions import installed_versions
 from verl_precision.tools.actions.rescue import read_rescue
 from verl_precision.tools.checking.composing import read_recipe
-from verl_precision.tools.runs.compare.grid import PlannedRun, preset_of, run_name
+from verl_precision.tools.runs.compare.grid import PlannedRun, preset_of
 from verl_precision.tools.runs.compare.summary import PassBar, Summary, ratios, summarise, table
 from verl_precision.tools.runs.content import RunView, recorded_content
 from verl_precision.tools.runs.figures import draw_comparison
@@ -94,7 +94,8 @@ def seconds_of_runs(folder: Path) -> dict[str, float]:
 
 
 def _seconds(summary: Any) -> dict[str, float]:
-    return {run_name(run["arm"], run["seed"]): checked(float, run["seconds_total"]) for run in summary["runs"]}
+    runs = ((PlannedRun(run["arm"], run["seed"], ()).name, run["seconds_total"]) for run in summary["runs"])
+    return {name: checked(float, seconds) for name, seconds in runs}
 
 
 def compare_runs(
