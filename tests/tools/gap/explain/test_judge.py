@@ -8,8 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from verl_precision.tools.gap.explain.answer import advice, rows, verdict
-from verl_precision.tools.gap.explain.judge import CAUSES, Attribution, Part, Result, attribute, findings, longest_sum
+from verl_precision.tools.gap.explain.judge import (
+    CAUSES,
+    Attribution,
+    Part,
+    Result,
+    advice,
+    attribute,
+    findings,
+    longest_sum,
+    rows,
+    verdict,
+)
 from verl_precision.tools.gap.explain.variants import reference, variants
 from verl_precision.tools.gap.settings import Explanation
 

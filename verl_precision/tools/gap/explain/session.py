@@ -21,8 +21,7 @@ from verl_precision.tools.engines.engine import SampleRequest, SamplerSettings, 
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.model import find_model, model_location
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
-from verl_precision.tools.gap.explain.answer import FILE, show, write
-from verl_precision.tools.gap.explain.judge import Result, judge, longest_sum
+from verl_precision.tools.gap.explain.judge import FILE, Result, judge, longest_sum, show, write
 from verl_precision.tools.gap.explain.variants import (
     REPLAYED,
     ROLLOUT,
