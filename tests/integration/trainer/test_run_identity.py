@@ -12,7 +12,7 @@ from verl_precision.base import owner
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError
 from verl_precision.check.preflight import PreflightCallback
 from verl_precision.integration.trainer import run_identity
-from verl_precision.integration.trainer.run_settings import RunSettings, changed_settings
+from verl_precision.integration.trainer.run_identity import RunSettings, changed_settings
 
 SANITY = "recipes/sanity/sanity.yaml"
 DATA = "recipes/data/stand_in.jsonl"

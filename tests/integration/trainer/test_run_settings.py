@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.integration.trainer import run_settings
-from verl_precision.integration.trainer.run_settings import RunSettings, changed_settings, differences
+from verl_precision.integration.trainer import run_identity
+from verl_precision.integration.trainer.run_identity import RunSettings, changed_settings, differences
 
 SANITY = "recipes/sanity/sanity.yaml"
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model.path"
@@ -35,8 +35,8 @@ NAMES = st.deferred(lambda: st.sampled_from(sorted(plain_run().settings)))
 
 
 def test_verls_own_yaml_is_what_hydra_composes():
-    composed = run_settings._parts(compose_verl(), resolve=False)
-    assert dict(run_settings._flat(composed)) == run_settings._defaults_of_verl("dp")
+    composed = run_identity._parts(compose_verl(), resolve=False)
+    assert dict(run_identity._flat(composed)) == run_identity._defaults_of_verl("dp")
 
 
 def test_of_verl_alone_nothing_is_chosen_but_what_it_wants_to_be_told():

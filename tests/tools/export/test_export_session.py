@@ -13,9 +13,8 @@ from composer import compose_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError
-from verl_precision.integration.trainer.run_identity import RUN_FILE
+from verl_precision.integration.trainer.run_identity import RUN_FILE, RunSettings
 from verl_precision.integration.trainer.run_monitor import STEP_METRICS
-from verl_precision.integration.trainer.run_settings import RunSettings
 from verl_precision.tools.export import session
 from verl_precision.tools.export.session import export_checkpoint, model_card
 from verl_precision.tools.tiny_model import cached_tiny_model

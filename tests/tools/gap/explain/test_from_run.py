@@ -96,7 +96,7 @@ def test_a_run_folder(run_folder, typed):
 
 def test_metrics_beside_the_checkpoints_of_a_run(run_folder, tmp_path, typed):
     """As recipes/launch/run.sh leaves them: PROJECT/EXPERIMENT.jsonl, and PROJECT/EXPERIMENT/run.yaml."""
-    from verl_precision.integration.trainer.run_settings import _flat
+    from verl_precision.integration.trainer.run_identity import _flat
 
     config = OmegaConf.to_container(OmegaConf.load(run_folder / "hydra" / ".hydra" / "config.yaml"))
     checkpoints = tmp_path / "project" / "experiment-1.5b"
