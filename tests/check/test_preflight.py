@@ -23,9 +23,7 @@ from verl_precision.base.errors import CheckpointStateError
 from verl_precision.check import preflight, probe
 from verl_precision.check.preflight import PreflightCallback, find_problems
 from verl_precision.integration.rollout.weight_socket import VARIABLE
-from verl_precision.integration.trainer import driver
 from verl_precision.integration.trainer.checkpoints import TRACKER
-from verl_precision.integration.trainer.driver import Driver
 from verl_precision.integration.trainer.saving import ENDING, EXIT_ASKED_TO_END, SignalRequests
 from verl_precision.tools.actions import rescue
 from verl_precision.tools.actions.rescue import Action
@@ -119,16 +117,15 @@ def test_a_run_hears_signals_and_ends_with_their_exit_code(config, own_folder, m
 
 def called_by(hook):
     """Return the functions that a hook calls, each as its place and its name there."""
-    for code, module in ((getattr(PreflightCallback, hook), preflight), (getattr(Driver, HOOKS[hook]), driver)):
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(code))))
-        for call in (node.func for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            name = ast.unparse(call)
-            if name in vars(module) and not isinstance(getattr(module, name), type) and "process" not in name:
-                yield hook, module, name
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(PreflightCallback, hook)))))
+    for call in (node.func for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = ast.unparse(call)
+        if name in vars(preflight) and not isinstance(getattr(preflight, name), type) and "process" not in name:
+            yield hook, preflight, name
 
 
 COMPLETED = SimpleNamespace(status=JobStatus.COMPLETED)
-HOOKS = {"on_run_start": "name", "on_job_start": "begin", "on_job_end": "end"}  # Hydra's names, and the driver's
+HOOKS = ["on_run_start", "on_job_start", "on_job_end"]
 CALLED = [each for hook in HOOKS for each in called_by(hook)]
 CALLED += [("on_job_start", SignalRequests, "listen"), ("on_job_end", SignalRequests, "end")]
 CALLED += [(hook, rescue, name) for hook in ("on_run_start", "on_job_end") for name in ("of_run", "arguments")]
@@ -169,8 +166,10 @@ def test_whatever_a_hook_calls_may_raise_and_the_start_ends(rescued, capsys, mon
 
     monkeypatch.setattr(place, name, planted)
     if name == "unresolved":
-        monkeypatch.setattr(driver, "measured_mode", MagicMock(side_effect=ConfigValueError("for which it is called")))
-    before = ["on_run_start", "on_job_start"][: list(HOOKS).index(hook)]
+        monkeypatch.setattr(
+            preflight, "measured_mode", MagicMock(side_effect=ConfigValueError("for which it is called"))
+        )
+    before = ["on_run_start", "on_job_start"][: HOOKS.index(hook)]
     with pytest.raises(SystemExit) as ended:
         call_as_hydra_does(rescued, *before, hook)
     assert ended.value.code == 1
@@ -192,7 +191,7 @@ def test_errors_of_every_kind_end_it_and_ours_have_no_traceback(rescued, capsys,
     def planted(*arguments, **named):
         raise error
 
-    monkeypatch.setattr(driver, {"on_run_start": "measured_mode", "on_job_start": "claim_folder"}[hook], planted)
+    monkeypatch.setattr(preflight, {"on_run_start": "measured_mode", "on_job_start": "claim_folder"}[hook], planted)
     with pytest.raises(SystemExit):
         call_as_hydra_does(rescued, hook)
     said = capsys.readouterr().err

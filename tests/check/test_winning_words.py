@@ -254,8 +254,8 @@ def test_a_run_starts_with_what_presets_say_and_keeps_what_they_replaced(root, t
     callback.on_run_start(config)
     line = "verl_precision: presets=win: algorithm.adv_estimator=grpo is replaced by rloo, of estimator=pg_seq_is\n"
     assert line in capsys.readouterr().err and config.algorithm.adv_estimator == "rloo"
-    monkeypatch.setattr("verl_precision.integration.trainer.driver.SignalRequests.listen", lambda self: None)
-    monkeypatch.setattr("verl_precision.integration.trainer.driver.choose_name", lambda: None)
+    monkeypatch.setattr("verl_precision.check.preflight.SignalRequests.listen", lambda self: None)
+    monkeypatch.setattr("verl_precision.check.preflight.choose_name", lambda: None)
     callback.on_job_start(config)
     (kept,) = yaml.safe_load((tmp_path / "run" / RUN_FILE).read_text())["replaced_by_presets"]
     assert kept["word"] == "algorithm.adv_estimator=grpo" and kept["value"] == "rloo"

@@ -5,7 +5,7 @@ that enables the feature: `mismatch.keep_tokens` with any value except null, Fal
 `mismatch.alarm.on_alarm:rescue` with this value alone.
 
 verl_precision.trainer  classes of trainer callbacks, by the run's config       integration/trainer
-verl_precision.driver   functions that may replace the driver, by the config    integration/trainer
+verl_precision.driver   functions that may replace the driver, by the config    check/preflight.py
 verl_precision.engine   steps of an engine's build, by the engine's settings    integration/engine/build.py
 verl_precision.rollout  functions that a vLLM process calls as it starts        integration/cpu/vllm_on_cpu.py
 verl_precision.rules    modules of rules, by the run's config                   check/rules
