@@ -23,7 +23,7 @@ from measure import Record, bandwidth, matmul_peak
 
 from verl_precision.base.dtypes import DTYPES, torch_dtype
 from verl_precision.base.versions import installed_versions
-from verl_precision.integration.cpu.kernels import CPUINFO, instruction_sets
+from verl_precision.tools.checking.installation import CPUINFO, instruction_sets
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results.json"

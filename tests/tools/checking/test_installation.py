@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from verl_precision.base.versions import installed_versions
 from verl_precision.cli import app
-from verl_precision.integration.cpu import kernels
 from verl_precision.tools.checking import installation
 from verl_precision.tools.checking.installation import Node, compare_nodes, look_here, needs_of
 
@@ -19,7 +18,7 @@ def found() -> dict[str, installation.Finding]:
 
 
 def test_instruction_sets_are_said_and_a_cpu_without_avx2_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(kernels, "CPUINFO", cpuinfo := tmp_path / "cpuinfo")
+    monkeypatch.setattr(installation, "CPUINFO", cpuinfo := tmp_path / "cpuinfo")
     for flags, ok, said in (("avx2 amx_tile", True, "instruction sets avx2, amx_tile"), ("sse", False, "without AVX2")):
         cpuinfo.write_text(f"processor\t: 0\nflags\t\t: fpu sse {flags}\nbugs\t\t:\n")
         assert found()["vLLM"].ok == ok and said in found()["vLLM"].detail

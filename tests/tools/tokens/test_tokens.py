@@ -11,7 +11,7 @@ import torch
 from verl_precision.losses.settings import ClipRange
 from verl_precision.mismatch.phantom import PhantomStatistics
 from verl_precision.mismatch.statistics import MismatchStatistics
-from verl_precision.tools.tokens import measure
+from verl_precision.tools.tokens import formats
 
 RANDOM = torch.Generator().manual_seed(0)
 B, T = 6, 9
@@ -80,7 +80,7 @@ def plain(folder):
 @pytest.mark.parametrize("write", [prime_rl, nemo_rl, slime, plain], ids=lambda write: write.__name__)
 @pytest.mark.parametrize("chunk", [1 << 19, 2 * T])
 def test_dump_gives_the_metrics_of_its_tokens(tmp_path, typed, monkeypatch, write, chunk):
-    monkeypatch.setattr(measure, "CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(formats, "CHUNK_TOKENS", chunk)
     write(tmp_path / "dump")
     code, said = typed("tokens", tmp_path / "dump", "-o", tmp_path / "out")
     assert (

@@ -22,11 +22,15 @@ from omegaconf import DictConfig
 
 from verl_precision.base.errors import EnvironmentMismatchError, VerlPrecisionError, sentence
 from verl_precision.base.versions import HOW_TO_INSTALL, TESTED, installed_version, installed_versions, require_tested
-from verl_precision.integration.cpu.kernels import instruction_sets
 from verl_precision.integration.ledger import CORE, LEDGER, LedgerEntry, is_lost, modules_to_check, require_as_tested
 
 ENTRY_POINT_GROUP = "verl.plugins"
 PLUGIN = "verl_precision.plugin"
+CPUINFO = Path("/proc/cpuinfo")
+INSTRUCTION_SETS = (
+    *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
+    *("amx_tile", "amx_bf16", "amx_int8", "amx_fp16"),
+)
 ANSWER_SECONDS = 300  # A node imports verl (and with it torch) for the first time, perhaps from a network file system.
 
 
@@ -100,6 +104,13 @@ def _vllm() -> str:
     if (version := installed_version("vllm")) is None:
         raise EnvironmentMismatchError("it is not installed", remedy=HOW_TO_INSTALL)
     return f"{version} (verl decides which versions it supports)"
+
+
+def instruction_sets() -> list[str]:
+    """Return the instruction sets of this CPU that decide which kernels run."""
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
+    return [name for name in INSTRUCTION_SETS if name in flags]
 
 
 def _host_symbols() -> Iterator[Finding]:

@@ -30,8 +30,7 @@ def tokens(
     from verl_precision.tools.runs.content import RunView, recorded_content
     from verl_precision.tools.runs.page import write_page
     from verl_precision.tools.runs.read import read_runs
-    from verl_precision.tools.tokens.formats import Response, dumps_in
-    from verl_precision.tools.tokens.measure import rows_of
+    from verl_precision.tools.tokens.formats import Response, dumps_in, rows_of
 
     metrics, page, bounds = output / "metrics.jsonl", output / "report.html", None
     for path in (metrics, page):
