@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from verl_precision.tools.gap.pairs.session import measure_mismatch
+from verl_precision.tools.gap.pairs import measure_mismatch
 from verl_precision.tools.gap.settings import MismatchJob
 
 RECIPE = Path("recipes/collapse/collapse.yaml")

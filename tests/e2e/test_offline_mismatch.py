@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from verl_precision.tools.gap.pairs.session import measure_mismatch
+from verl_precision.tools.gap.pairs import measure_mismatch
 from verl_precision.tools.gap.settings import MismatchJob
 
 MODEL = "tiny:qwen3_rough"

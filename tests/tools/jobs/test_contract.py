@@ -9,7 +9,7 @@ import pytest
 from made_up import six_characters, two_tokens
 
 from verl_precision.base.versions import installed_versions
-from verl_precision.tools.gap.pairs import session as mismatch_session
+from verl_precision.tools.gap import pairs as mismatch_job
 from verl_precision.tools.jobs import job
 
 FEW = "evaluate --model tiny:qwen3 --data DATA --context 64"
@@ -30,8 +30,8 @@ def verb(request, made_up, reward_name, tmp_path, monkeypatch, row, write_rows, 
     """Type one of the verbs in an empty folder; return how, and the files that it leaves."""
     made_up.answer, lives, results, options = VERBS[request.param]
     monkeypatch.chdir(tmp_path)
-    # Drawing takes seconds; tests/tools/gap/pairs/test_pairs.py looks at the figures.
-    monkeypatch.setattr(mismatch_session, "write_figures", lambda folder, pairs, title: [])
+    # Drawing takes seconds; tests/tools/gap/test_pairs.py looks at the figures.
+    monkeypatch.setattr(mismatch_job, "write_figures", lambda folder, pairs, title: [])
     write_rows(tmp_path / "data.jsonl", [row(n, reward_model={"ground_truth": str(n)}) for n in range(2)])
 
     def run(*more: str, lives: int = 0) -> tuple[int, str]:

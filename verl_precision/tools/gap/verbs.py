@@ -18,7 +18,7 @@ def mismatch(given: dict[str, Any]) -> None:
     from verl_precision.tools.gap.settings import MismatchJob
 
     job = MismatchJob(**given)
-    from verl_precision.tools.gap.pairs.session import measure_mismatch
+    from verl_precision.tools.gap.pairs import measure_mismatch
 
     run_job(job, measure_mismatch)
 

@@ -10,10 +10,8 @@ from rich.console import Console
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.tools.engines.engine import Response
-from verl_precision.tools.gap.pairs import session
-from verl_precision.tools.gap.pairs.figures import write_figures
-from verl_precision.tools.gap.pairs.measure import measure, ranked
-from verl_precision.tools.gap.pairs.session import cells, growth_cells, markdown, summary
+from verl_precision.tools.gap import pairs as mismatch_job
+from verl_precision.tools.gap.pairs import cells, growth_cells, markdown, measure, ranked, summary, write_figures
 from verl_precision.tools.gap.settings import MismatchJob
 from verl_precision.tools.jobs import job
 from verl_precision.tools.jobs.job import Series
@@ -121,9 +119,9 @@ def test_the_trainers_attention_is_the_one_that_is_asked_for(made_up, monkeypatc
 
     def measured(**changes):
         asked = MismatchJob(output=tmp_path / "job", max_prompts=2, responses=3, **changes)
-        return session.measure_mismatch(asked, Console(file=shown, width=120))
+        return mismatch_job.measure_mismatch(asked, Console(file=shown, width=120))
 
-    monkeypatch.setattr(session, "write_figures", lambda folder, pairs, title: FIGURES)  # drawing takes seconds
+    monkeypatch.setattr(mismatch_job, "write_figures", lambda folder, pairs, title: FIGURES)  # drawing takes seconds
     monkeypatch.setattr(job, "EngineProcess", start)
     pairs, said = measured(attention="eager"), shown.getvalue()
     assert len(made_up.seen) == 12 + 24 and len(pairs) == 4, "every pair on the same responses"
