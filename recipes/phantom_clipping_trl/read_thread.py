@@ -14,8 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "phantom_clipping"))
 from read_stall import STALLED, WINDOW, tables
 
+from verl_precision.tools.runs.compare.summary import draw_comparison
 from verl_precision.tools.runs.content import recorded_content
-from verl_precision.tools.runs.figures import draw_comparison
 from verl_precision.tools.runs.read import Run, read_runs
 from verl_precision.tools.show.figures import write_png
 

@@ -7,7 +7,6 @@ read            rows: a run's metrics, from its metrics file or log
 curves          which metrics are shown; a run's rows by metric, and a long curve as a few hundred points
 status          a run's status: state, time left, latest numbers, and the reward that its recipe expects
 content         all of this as JSON, for recorded and live runs, and a run's kept tokens
-figures         the panels of reward and mismatch as a picture, for `compare`
 page            the HTML page, which its script (`page.js`) draws: as one file (`verl-precision report`)
 server          the same page with updates from runs that train (`verl-precision watch`)
 """

@@ -5,8 +5,8 @@ from pathlib import Path
 from matplotlib.colors import to_hex
 from matplotlib.image import imread
 
+from verl_precision.tools.runs.compare.summary import draw_comparison
 from verl_precision.tools.runs.content import recorded_content
-from verl_precision.tools.runs.figures import draw_comparison
 from verl_precision.tools.runs.read import REWARD, Run
 from verl_precision.tools.show.colours import COLOURS
 from verl_precision.tools.show.figures import write_png

@@ -30,9 +30,8 @@ from verl_precision.base.versions import installed_versions
 from verl_precision.tools.actions.rescue import read_rescue
 from verl_precision.tools.checking.composing import read_recipe
 from verl_precision.tools.runs.compare.grid import PlannedRun, preset_of
-from verl_precision.tools.runs.compare.summary import PassBar, Summary, ratios, summarise, table
+from verl_precision.tools.runs.compare.summary import PassBar, Summary, draw_comparison, ratios, summarise, table
 from verl_precision.tools.runs.content import RunView, recorded_content
-from verl_precision.tools.runs.figures import draw_comparison
 from verl_precision.tools.runs.fork_server import workers_forked_on_cpu
 from verl_precision.tools.runs.launch import run_verl
 from verl_precision.tools.runs.page import write_page

@@ -1,23 +1,32 @@
-"""A comparison in a few numbers: a summary of each run, its verdict on a pass bar, and the table of all runs."""
+"""A comparison: a summary of each run, its verdict on a pass bar, the table of all runs, and their curves as PNG."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich.table import Table
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.mismatch.metric_names import K3_KL, LOG_PROB_GAP, PROBS_PEARSON
 from verl_precision.mismatch.verdict import Verdict
-from verl_precision.tools.runs.curves import mean
+from verl_precision.tools.runs.curves import PANELS, Panel, mean
 from verl_precision.tools.runs.read import REWARD, Rows
+from verl_precision.tools.show.figures import new_figure, style
 from verl_precision.tools.show.tables import terminal_table
 
 LENGTH, STEP_SECONDS = "response_length/mean", "timing_s/step"
 REWARD_STEPS = 10  # steps of the mean reward at each end of a run
 # The k3 of a gap of 1.4e-7 nats, FP32's rounding of a log-prob between 1 and 2. Below it, a ratio has no meaning.
 _ROUNDING_K3 = 1e-14
+STYLES = ("-", "--", ":", "-.")  # of curves that share a colour
+COMPARED = ("reward", "gap", "k3", "phantom")  # panels; each is drawn if a run has measured it
+_MARKED = 60  # most points of a series whose points have marks
+_WIDTH, _HEIGHT, _LINE, _NAMES = 4.6, 3.4, 0.2, 3  # inches of a panel, and of a legend line; names in this line
 
 
 @dataclass(frozen=True)
@@ -141,3 +150,39 @@ def table(summaries: list[Summary]) -> Table:
     steps = " to ".join(map(str, dict.fromkeys((windows[0], windows[-1]))))
     title = f"Training-inference mismatch, mean over steps; reward, mean of the first -> last {steps} steps"
     return terminal_table(["arm", *_CELLS], rows, title=title)
+
+
+def draw_comparison(content: Mapping[str, Any]) -> Figure:
+    """Draw a curve for each arm over steps, from the page's content; several seeds are a mean with a shade."""
+    curves = content["curves"]
+    measured = {name for curve in curves.values() for name in curve}
+    panels = [panel for panel in PANELS if panel.name in COMPARED and _first(panel) in measured]
+    figure = new_figure(_WIDTH * len(panels), _HEIGHT + _LINE * math.ceil(len(curves) / _NAMES))
+    plots = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, panel in zip(plots, panels, strict=True):
+        _draw(axes, panel, content)
+        style(axes, panel.axis, panel.unit, panel.title)
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    lines = {line.get_label(): line for axes in plots for line in axes.get_lines()}
+    figure.legend(handles=list(lines.values()), loc="outside lower center", ncols=_NAMES, frameon=False)
+    return figure
+
+
+def _first(panel: Panel) -> str:
+    return f"{panel.name}/{next(iter(panel.metrics))}"
+
+
+def _draw(axes: Axes, panel: Panel, content: Mapping[str, Any]) -> None:
+    drawn, positive = list[str](), False
+    for name, colour in {run["curve"]: run["colour"] for run in content["runs"]}.items():
+        dashes = STYLES[drawn.count(colour) % len(STYLES)]
+        drawn.append(colour)
+        if series := content["curves"][name].get(_first(panel)):
+            steps, means, *limits = ([float(value) for value in row] for row in series)
+            marker = "o" if len(steps) <= _MARKED else ""
+            axes.plot(steps, means, dashes, linewidth=1.6, markersize=2.8, marker=marker, color=colour, label=name)
+            if limits:
+                axes.fill_between(steps, limits[0], limits[1], color=colour, alpha=0.2, linewidth=0)
+            positive |= any(value > 0 for value in means)
+    if panel.log and positive:
+        axes.set_yscale("log", base=panel.log)  # a shade from zero starts at the frame
