@@ -30,7 +30,7 @@ from verl_precision.tools.engines.engine_process import EngineProcess
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 from verl_precision.tools.gap.explain.session import explain
-from verl_precision.tools.gap.settings import Explanation
+from verl_precision.tools.jobs.settings import Explanation
 from verl_precision.tools.show.tables import markdown_table
 
 MODELS = ("tiny:qwen3", "tiny:llama", "tiny:qwen2", "tiny:qwen3_moe", "tiny:qwen3_rough")

@@ -28,7 +28,7 @@ TOOLS = [
     "selftest",
     "engines",
 ]
-TOOLS += ["jobs", "data", "evaluate", "gap.settings", "gap.pairs", "gap.explain", "gap"]
+TOOLS += ["jobs", "data", "evaluate", "gap.pairs", "gap.explain", "gap"]
 ROOMS = (*PLUGIN, *(f"tools.{room}" for room in TOOLS), "tools")
 # Rooms and modules that import verl or vLLM.
 RIM = (

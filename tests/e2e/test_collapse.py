@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from verl_precision.tools.gap.pairs import measure_mismatch
-from verl_precision.tools.gap.settings import MismatchJob
+from verl_precision.tools.jobs.settings import MismatchJob
 
 RECIPE = Path("recipes/collapse/collapse.yaml")
 STEPS, TAIL = 14, 8

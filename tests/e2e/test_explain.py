@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import injected_faults
 
 from verl_precision.tools.gap.explain.session import explain
-from verl_precision.tools.gap.settings import Explanation
+from verl_precision.tools.jobs.settings import Explanation
 
 
 @pytest.mark.matrix

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from verl_precision.tools.gap.pairs import measure_mismatch
-from verl_precision.tools.gap.settings import MismatchJob
+from verl_precision.tools.jobs.settings import MismatchJob
 
 MODEL = "tiny:qwen3_rough"
 DTYPES = ("fp16", "bf16")

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from verl_precision.cli import app
 from verl_precision.tools.gap.explain import session as explain_session
-from verl_precision.tools.gap.settings import MismatchJob
 from verl_precision.tools.jobs import job
 from verl_precision.tools.jobs.job import Store
 from verl_precision.tools.jobs.journal import Journal
+from verl_precision.tools.jobs.settings import MismatchJob
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ def tiny_model(
     say(f"wrote {folder}: use it with {shlex.quote(f'actor_rollout_ref.model.path={quoted(folder)}')}")
 
 
-@verb("Models and data", "verl_precision.tools.evaluate.settings:Evaluation", needs=(*ENGINES, "pandas"))
+@verb("Models and data", "verl_precision.tools.jobs.settings:Evaluation", needs=(*ENGINES, "pandas"))
 def evaluate(given: dict[str, Any]) -> None:
     """Measure how often a model solves the problems of one or more data sets, in each dtype and context.
 
@@ -83,7 +83,7 @@ def evaluate(given: dict[str, Any]) -> None:
     paired differences between dtypes. Writes table.md and summary.json. Every response is on disk before
     it counts: after an interruption, the same command continues.
     """
-    from verl_precision.tools.evaluate.settings import Evaluation
+    from verl_precision.tools.jobs.settings import Evaluation
 
     job = Evaluation(**given)
     from verl_precision.tools.evaluate import session
@@ -91,7 +91,7 @@ def evaluate(given: dict[str, Any]) -> None:
     run_job(job, session.evaluate)
 
 
-@verb("Models and data", "verl_precision.tools.evaluate.settings:SanitySet", needs=ENGINES)
+@verb("Models and data", "verl_precision.tools.jobs.settings:SanitySet", needs=ENGINES)
 def sanity_set(given: dict[str, Any]) -> None:
     """Keep the problems a model solves sometimes: the data set of the sanity test (section 4 of the paper).
 
@@ -99,7 +99,7 @@ def sanity_set(given: dict[str, Any]) -> None:
     stops for a problem once its verdict is decided. Every response is on disk before it counts: after an interruption,
     the same command continues. Writes kept.parquet and summary.json.
     """
-    from verl_precision.tools.evaluate.settings import SanitySet
+    from verl_precision.tools.jobs.settings import SanitySet
 
     job = SanitySet(**given)
     from verl_precision.tools.evaluate.session import build_sanity_set

@@ -13,8 +13,8 @@ from verl_precision.base.content import response_seed
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError
 from verl_precision.tools.engines.model import find_model, tokenize
 from verl_precision.tools.evaluate import accuracy, session
-from verl_precision.tools.evaluate.settings import Evaluation
 from verl_precision.tools.jobs.problems import read_data_set
+from verl_precision.tools.jobs.settings import Evaluation
 
 
 def made(dtypes=("bf16", "fp16"), contexts=(8, 20), responses=4):

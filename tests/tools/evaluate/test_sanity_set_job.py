@@ -15,8 +15,8 @@ from rich.console import Console
 from verl_precision.base.errors import CheckpointStateError, ConfigurationError
 from verl_precision.tools.engines.engine import Response
 from verl_precision.tools.evaluate import session
-from verl_precision.tools.evaluate.settings import SanitySet
 from verl_precision.tools.jobs.problems import read_data_set
+from verl_precision.tools.jobs.settings import SanitySet
 
 N = 40
 EASY, HARD, FLIP = [True] * N, [False] * N, [index % 2 == 0 for index in range(N)]

@@ -12,9 +12,9 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.tools.engines.engine import Response
 from verl_precision.tools.gap import pairs as mismatch_job
 from verl_precision.tools.gap.pairs import cells, growth_cells, markdown, measure, ranked, summary, write_figures
-from verl_precision.tools.gap.settings import MismatchJob
 from verl_precision.tools.jobs import job
 from verl_precision.tools.jobs.job import Series
+from verl_precision.tools.jobs.settings import MismatchJob
 
 FIGURES = ["tokens.png", "token_gaps.png", "sequences.png"]
 # Standard deviation of a token's gap: the ranking that the figures and the table must show.

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from verl_precision.tools.engines.engine import Response, SampleRequest
-from verl_precision.tools.gap.settings import MismatchJob
 from verl_precision.tools.jobs import job
 from verl_precision.tools.jobs.job import Job, Tasks, work_through
+from verl_precision.tools.jobs.settings import MismatchJob
 
 
 class Slow:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from verl_precision.tools.evaluate.settings import Evaluation
+from verl_precision.tools.jobs.settings import Evaluation
 from verl_precision.tools.show.tables import finite, markdown_page, markdown_table
 
 PLACE = ["context", "data", "dtype"]

@@ -21,10 +21,10 @@ from verl_precision.tools.engines.engine import Response, SampleRequest, Sampler
 from verl_precision.tools.engines.model import find_model, load_tokenizer, tokenize
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 from verl_precision.tools.evaluate import accuracy
-from verl_precision.tools.evaluate.settings import Evaluation, JudgedJob, SanitySet, Verdict
 from verl_precision.tools.jobs.job import Job, Tasks, recorded_versions
 from verl_precision.tools.jobs.journal import START_AGAIN, Journal, Key
 from verl_precision.tools.jobs.problems import DataSet, load_reward, read_data_set
+from verl_precision.tools.jobs.settings import Evaluation, JudgedJob, SanitySet, Verdict
 from verl_precision.tools.show.tables import terminal_table
 
 _FIELDS = {"dtype": str, "problem": str, "response": int, "tokens": int, "finish_reason": str, "correct": list}

@@ -25,10 +25,9 @@ from verl_precision.tools.engines.engine import SamplerSettings, ScorerSettings
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.model import find_model
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
-from verl_precision.tools.gap.settings import MismatchJob
 from verl_precision.tools.jobs.job import Job, Series, Store, open_store
 from verl_precision.tools.jobs.problems import prompt_tokens
-from verl_precision.tools.jobs.settings import FLASH
+from verl_precision.tools.jobs.settings import FLASH, MismatchJob
 from verl_precision.tools.show.colours import COLOURS
 from verl_precision.tools.show.figures import INK, new_figure, style, write_png
 from verl_precision.tools.show.tables import finite, markdown_page, markdown_table

@@ -8,14 +8,14 @@ from typer import Argument, BadParameter, Option
 from verl_precision.cli.verb import ENGINES, FIGURES, console, run_job, silence_third_party, verb
 
 
-@verb("Before a run", "verl_precision.tools.gap.settings:MismatchJob", needs=(*FIGURES, *ENGINES, "verl"))
+@verb("Before a run", "verl_precision.tools.jobs.settings:MismatchJob", needs=(*FIGURES, *ENGINES, "verl"))
 def mismatch(given: dict[str, Any]) -> None:
     """Measure the gap between rollout and trainer for each pair of dtypes, without training.
 
     vLLM samples responses, and verl's FSDP engine scores the same tokens. Writes table.md, summary.json and figures.
     After an interruption, the same command continues. One model is in memory at a time.
     """
-    from verl_precision.tools.gap.settings import MismatchJob
+    from verl_precision.tools.jobs.settings import MismatchJob
 
     job = MismatchJob(**given)
     from verl_precision.tools.gap.pairs import measure_mismatch
@@ -23,7 +23,7 @@ def mismatch(given: dict[str, Any]) -> None:
     run_job(job, measure_mismatch)
 
 
-@verb("A run", "verl_precision.tools.gap.settings:Explanation")
+@verb("A run", "verl_precision.tools.jobs.settings:Explanation")
 def explain(
     given: dict[str, Any],
     overrides: Annotated[list[str] | None, Argument(help="With --recipe: Hydra overrides: precision=bf16.")] = None,
@@ -45,7 +45,7 @@ def explain(
     """
     from verl_precision.base.settings import command_option
     from verl_precision.base.versions import require_packages
-    from verl_precision.tools.gap.settings import Explanation
+    from verl_precision.tools.jobs.settings import Explanation
 
     if (recipe and run) or (overrides and not recipe):
         raise BadParameter("give --recipe with its overrides, or --run, or neither. Leave one out.")

@@ -13,7 +13,7 @@ from rich.console import Console
 from verl_precision.tools.gap.explain import session
 from verl_precision.tools.gap.explain.judge import judge
 from verl_precision.tools.gap.explain.variants import REPLAYED, variants
-from verl_precision.tools.gap.settings import Explanation
+from verl_precision.tools.jobs.settings import Explanation
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 from verl_precision.tools.checking.composing import compose_recipe
 from verl_precision.tools.gap.explain import session
 from verl_precision.tools.gap.explain.from_run import explained_by
-from verl_precision.tools.gap.settings import Explanation
+from verl_precision.tools.jobs.settings import Explanation
 
 RECIPE = Path(__file__).parents[4] / "recipes" / "quickstart" / "quickstart.yaml"
 ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"

@@ -21,7 +21,7 @@ from verl_precision.tools.gap.explain.judge import (
     verdict,
 )
 from verl_precision.tools.gap.explain.variants import reference, variants
-from verl_precision.tools.gap.settings import Explanation
+from verl_precision.tools.jobs.settings import Explanation
 
 LOG_PROBS = arrays(np.float64, st.tuples(st.integers(2, 6), st.integers(1, 20)), elements=st.floats(-30, 0))
 JOB = Explanation(model="m", prompts="p")

@@ -15,7 +15,7 @@ from verl_precision.check.rules.engine import attention_of
 from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 from verl_precision.tools.checking.composing import recorded_config
 from verl_precision.tools.gap.explain.variants import variants
-from verl_precision.tools.gap.settings import Explanation
+from verl_precision.tools.jobs.settings import Explanation
 from verl_precision.tools.runs.read import read_runs
 
 

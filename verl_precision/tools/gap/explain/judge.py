@@ -21,7 +21,7 @@ from verl_precision.base.files import table_of
 from verl_precision.cli.verb import say
 from verl_precision.mismatch.prediction import LENGTHS, prediction_in_words
 from verl_precision.tools.gap.explain.variants import Variant, reference
-from verl_precision.tools.gap.settings import Explanation
+from verl_precision.tools.jobs.settings import Explanation
 from verl_precision.tools.show.tables import number_text, percent_text, terminal_table, write_json
 
 FILE = "explanation.json"

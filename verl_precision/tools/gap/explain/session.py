@@ -31,10 +31,10 @@ from verl_precision.tools.gap.explain.variants import (
     replayed,
     variants,
 )
-from verl_precision.tools.gap.settings import Explanation
 from verl_precision.tools.jobs.job import Job, Series, Store, Tasks, open_store
 from verl_precision.tools.jobs.journal import Key
 from verl_precision.tools.jobs.problems import prompt_tokens
+from verl_precision.tools.jobs.settings import Explanation
 
 
 def explain(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from verl_precision.base.dtypes import EXACT, Dtype
-from verl_precision.tools.gap.settings import Explanation
+from verl_precision.tools.jobs.settings import Explanation
 
 ROLLOUT = "rollout"
 REPLAYED = "replayed"  # off the path: the trainer's engine in FP32, with the experts that another variant chose
