@@ -153,12 +153,12 @@ class Verb:
 
     def command(self, name: str) -> TyperCommand:
         """Return Typer's command for the verb. It exits with 1 after our errors, with 128 + number after a signal."""
-        own = [each for each in inspect.signature(self.function).parameters.values() if each.name != "given"]
-        fields: list[inspect.Parameter] = []
+        taken, of_job, fields = inspect.signature(self.function).parameters, None, list[inspect.Parameter]()
+        own = [each for each in taken.values() if each.name not in ("given", "job")]
         if self.job:
             from verl_precision.base.options import parameters_of
 
-            fields = parameters_of(pkgutil.resolve_name(self.job))
+            fields = parameters_of(of_job := pkgutil.resolve_name(self.job))
 
         def run(context: Context, **values: Any) -> None:
             from verl_precision.base.versions import require_packages
@@ -170,6 +170,8 @@ class Verb:
             with ended_by_signals(process_ends=True) as heard:
                 try:
                     require_packages(name, *self.needs)
+                    if "job" in taken and of_job is not None:
+                        values["job"] = of_job(**values.pop("given"))
                     self.function(**values)
                 except VerlPrecisionError as error:
                     say(f"error: {error}", errors, "red")
@@ -202,7 +204,7 @@ def verb(
     """Make a function a verb; its entry point in setup.py, group verl_precision.verbs, gives it a name.
 
     `section` is the part of --help that lists the verb. `job` (`module:name`) is a class whose fields are options, too;
-    the function gets the options that the user has set in `given`.
+    the function gets an object of it as `job`, or the options that the user has set as `given`.
     `needs` are packages that the verb imports and that may be missing: a message names them before any work.
     """
     return lambda function: Verb(function, job, section, needs, settings)

@@ -9,15 +9,12 @@ from verl_precision.cli.verb import ENGINES, FIGURES, console, run_job, silence_
 
 
 @verb("Before a run", "verl_precision.tools.jobs.settings:MismatchJob", needs=(*FIGURES, *ENGINES, "verl"))
-def mismatch(given: dict[str, Any]) -> None:
+def mismatch(job: Any) -> None:
     """Measure the gap between rollout and trainer for each pair of dtypes, without training.
 
     vLLM samples responses, and verl's FSDP engine scores the same tokens. Writes table.md, summary.json and figures.
     After an interruption, the same command continues. One model is in memory at a time.
     """
-    from verl_precision.tools.jobs.settings import MismatchJob
-
-    job = MismatchJob(**given)
     from verl_precision.tools.gap.pairs import measure_mismatch
 
     run_job(job, measure_mismatch)
