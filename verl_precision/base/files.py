@@ -89,16 +89,12 @@ def new_file(path: Path, replace: bool = False) -> Iterator[Path]:
     require_regular(path, replace)
     path = path.resolve() if path.is_symlink() else path
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = _scratch(path)
-    try:
-        with _meant(path, scratch):
-            yield scratch
-            with scratch.open("rb+") as written:
-                os.fsync(written.fileno())
-            require_regular(path, replace)
-            scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
+    with _scratch(path) as scratch:
+        yield scratch
+        with scratch.open("rb+") as written:
+            os.fsync(written.fileno())
+        require_regular(path, replace)
+        scratch.replace(path)
 
 
 def write_file(path: Path, content: str | bytes, replace: bool = False) -> None:
@@ -111,21 +107,21 @@ def write_file(path: Path, content: str | bytes, replace: bool = False) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder beside `path`; rename it to `path` when the block ends, or remove it after an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = _scratch(path)
-    try:
-        with _meant(path, scratch):
-            scratch.mkdir()
-            yield scratch
-            scratch.rename(path)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with _scratch(path) as scratch:
+        scratch.mkdir()
+        yield scratch
+        scratch.rename(path)
 
 
 @contextmanager
-def _meant(path: Path, scratch: Path) -> Iterator[None]:
-    """Make a system error about the scratch file, or about no file, name the path that the caller gave."""
+def _scratch(path: Path) -> Iterator[Path]:
+    """Yield a new path beside another path, with the same suffix, because some writers read it; remove it at the end.
+
+    A system error about the new path, or about no file, names the path that the caller gave.
+    """
+    scratch = path.with_name(f".{uuid.uuid4().hex[:12]}.{path.name}")
     try:
-        yield
+        yield scratch
     except OSError as error:
         if error.errno and (error.filename is None or str(error.filename).startswith(str(scratch))):
             error.filename = str(path)
@@ -134,6 +130,11 @@ def _meant(path: Path, scratch: Path) -> Iterator[None]:
         if refused := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors raises Rust's form of a system error
             raise OSError(int(refused[1]), os.strerror(int(refused[1])), str(path)) from error
         raise
+    finally:
+        if scratch.is_dir():
+            shutil.rmtree(scratch, ignore_errors=True)
+        else:
+            scratch.unlink(missing_ok=True)
 
 
 def require_regular(path: Path, replace: bool = True) -> None:
@@ -143,8 +144,3 @@ def require_regular(path: Path, replace: bool = True) -> None:
         raise ConfigurationError(problem, allowed="a regular file, or a new name", remedy=remedy)
     if not replace and path.exists():
         raise ConfigurationError(f"{path}: the file exists. Allowed: a new name. Nothing was written; move it away.")
-
-
-def _scratch(path: Path) -> Path:
-    """Return a new path beside another path, with the same suffix, because some writers read the suffix."""
-    return path.with_name(f".{uuid.uuid4().hex[:12]}.{path.name}")
