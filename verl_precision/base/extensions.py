@@ -21,11 +21,7 @@ from verl_precision.base.errors import ConfigurationError
 
 PREFIX = "verl_precision."
 _OFF = (None, False, 0, "", "none")
-
-
-@functools.cache
-def _all_installed() -> Any:
-    return metadata.entry_points()  # reads every installed distribution, so only once
+_all_installed = functools.cache(metadata.entry_points)  # reads every installed distribution, so only once
 
 
 def installed(group: str) -> list[metadata.EntryPoint]:

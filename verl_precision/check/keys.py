@@ -3,7 +3,6 @@
 Also the keys of a config, the keys that verl 0.4 to 0.9.0 had (`keys.yaml`), and the keys that only one main reads.
 """
 
-import functools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,8 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import table_of
 from verl_precision.base.verl_config import ROLLOUT
 from verl_precision.presets import preset_groups
+
+TABLE_OF_KEYS: dict[str, dict[str, str]] = table_of(__file__)  # section -> old key -> today's key, or an advice
 
 
 def require_overrides(words: Sequence[str]) -> None:
@@ -80,16 +81,10 @@ def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(value, f"{path}.{key}" if path else str(key))
 
 
-@functools.cache
-def table_of_keys() -> dict[str, dict[str, str]]:
-    """Return the table: section -> old key -> today's key, or an advice."""
-    return table_of(__file__)
-
-
 def row_of(key: str) -> tuple[str, str, str]:
     """Return section, content and remaining path for the longest key of the table that is this key or a block of it."""
     best: tuple[int, str, str, str] = (0, "", "", "")
-    for section, rows in table_of_keys().items():
+    for section, rows in TABLE_OF_KEYS.items():
         for old, content in rows.items():
             pattern = r"(.+\.)?" + re.escape(old[2:]) if old.startswith("*.") else re.escape(old)
             if (found := re.match(rf"{pattern}(?=\.|$)", key)) and len(old) > best[0]:

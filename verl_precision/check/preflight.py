@@ -125,8 +125,7 @@ def find_problems(config: DictConfig) -> list[str]:
     if wrong := mistyped(config):  # a rule would compute with a text
         return [str(error) for error in wrong]
     found = find_faults(config, probe_environment(config))
-    errors = [fault for fault in found if fault.severity == "error"]
     for fault in found:
         if fault.name in ((OF_GPU,) if fault.severity == "error" else (*OF_PRESETS, WITHOUT_PARTS)):
             print(f"verl_precision: warning: {fault}", file=sys.stderr)
-    return [str(fault) for fault in errors if fault.name != OF_GPU]
+    return [str(fault) for fault in found if fault.severity == "error" and fault.name != OF_GPU]

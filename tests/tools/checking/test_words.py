@@ -7,12 +7,11 @@ import pytest
 from composer import compose_verl
 from omegaconf import OmegaConf
 
-from verl_precision.check.keys import keys_of, table_of_keys
+from verl_precision.check.keys import TABLE_OF_KEYS, keys_of
 from verl_precision.check.preflight import PreflightCallback
 from verl_precision.tools.checking.words import HANDED_ON, unknown
 
 ENGINES = ("dp", "megatron", "veomni", "torchtitan")
-TABLE = table_of_keys()
 READY = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.n=8")
 READY += tuple(f"actor_rollout_ref.{each}use_dynamic_bsz=True" for each in ("actor.", "rollout.log_prob_"))
 ON_GPUS = ("--gpu", "H100", *READY)
@@ -24,17 +23,17 @@ def known(engine: str = "dp") -> frozenset[str]:
     return frozenset(keys_of(OmegaConf.to_container(config, resolve=False)))
 
 
-@pytest.mark.parametrize(("old", "new"), [*TABLE["moved"].items(), *TABLE["unread"].items()])
+@pytest.mark.parametrize(("old", "new"), [*TABLE_OF_KEYS["moved"].items(), *TABLE_OF_KEYS["unread"].items()])
 def test_todays_name_is_in_verls_config_of_an_engine_that_lacks_the_old_one(old, new):
     is_there = [engine for engine in ENGINES if new in known(engine) or HANDED_ON.search(f"{new}.")]
     assert is_there, f"{new} is nowhere"
-    if old in TABLE["unread"]:
+    if old in TABLE_OF_KEYS["unread"]:
         assert old in known()
     else:
         assert any(old not in known(engine) for engine in is_there)
 
 
-@pytest.mark.parametrize("old", [*TABLE["replaced"], *TABLE["gone"]])
+@pytest.mark.parametrize("old", [*TABLE_OF_KEYS["replaced"], *TABLE_OF_KEYS["gone"]])
 def test_a_key_without_a_name_of_today_is_gone_and_the_words_name_what_there_is(old):
     every = [key for engine in ENGINES for key in known(engine)]
     if old.startswith("*."):
@@ -42,7 +41,7 @@ def test_a_key_without_a_name_of_today_is_gone_and_the_words_name_what_there_is(
         assert any(missing), f"{old} is there"
     elif old not in ("reward_model",):  # a block of which the rest is `unread`
         assert old not in every
-    words = {**TABLE["replaced"], **TABLE["gone"]}[old]
+    words = {**TABLE_OF_KEYS["replaced"], **TABLE_OF_KEYS["gone"]}[old]
     named = re.findall(r"(?:actor_rollout_ref|algorithm|critic|data|reward|trainer|global_profiler)(?:\.\w+)+", words)
     assert set(named) <= set(every)
 

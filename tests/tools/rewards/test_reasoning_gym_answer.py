@@ -4,6 +4,7 @@ import ast
 import inspect
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -88,7 +89,8 @@ def test_any_text_is_scored(entries, text):
 def test_what_is_too_long_is_wrong_and_a_scorer_out_of_range_is_clipped(entries, monkeypatch):
     truth = truth_of("products", entries["products"][0])
     for value, score in ((2.0, 1.0), (-1.0, 0.0), (math.nan, 0.0), (0.5, 0.5)):
-        monkeypatch.setattr(reasoning_gym_answer, "_scorer", lambda *of, value=value: lambda answer, entry: value)
+        tasks = SimpleNamespace(score_answer=lambda answer, entry, value=value: value)
+        monkeypatch.setattr(reasoning_gym_answer, "_built", lambda task, level, tasks=tasks: tasks)
         assert compute_score("", "Answer: x", truth)["score"] == score
     assert compute_score("", "y" * (LONGEST + 1), truth)["score"] == 0
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base import verl_config
 from verl_precision.base.files import table_of
-from verl_precision.check.keys import keys_of, table_of_keys, unread_word
+from verl_precision.check.keys import TABLE_OF_KEYS, keys_of, unread_word
 from verl_precision.check.rules.rollout import MASKS, replays_masks
 from verl_precision.check.rules.rule import Environment, Fault, fault_of_error, rule
 from verl_precision.check.rules.tables import names_in
@@ -89,7 +89,7 @@ def adapter_not_loaded(config: DictConfig, environment: Environment) -> Iterator
 @rule("setting-moved")
 def legacy_rewards(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl still has these blocks, but its main_ppo reads others: a reward function here is silently not used."""
-    for block in {old.partition(".")[0]: None for old in table_of_keys()["unread"]}:
+    for block in {old.partition(".")[0]: None for old in TABLE_OF_KEYS["unread"]}:
         node: Any = OmegaConf.to_container(config.get(block) or OmegaConf.create(), resolve=False)
         for key in keys_of(node, f"{block}."):
             value = OmegaConf.select(config, key)

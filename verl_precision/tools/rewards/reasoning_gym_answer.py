@@ -11,7 +11,6 @@ In a recipe, for the data that `verl-precision data reasoning_gym` writes:
 import functools
 import json
 import re
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -41,12 +40,12 @@ def compute_score(
     truth raises one if the scorer of its task runs code.
     """
     truth = json.loads(ground_truth)
-    entry, scorer = truth["entry"], _scorer(truth["task"], truth["level"])
+    entry, tasks = truth["entry"], _built(truth["task"], truth["level"])
     answer = answer_in(solution_str, entry["answer"])
     score = 0.0
     if len(answer) <= LONGEST and (answer == entry["answer"] or not _NO_VALUE.search(answer)):
         try:
-            score = float(scorer(answer, entry))
+            score = float(tasks.score_answer(answer, entry))
         except Exception:  # any error: scorers index, convert and recurse into answers that they do not expect
             score = 0.0
     score = min(score, 1.0) if score >= 0 else 0.0  # NaN becomes 0
@@ -94,6 +93,4 @@ def build(task: str, level: int, **sizes: int) -> Any:
     return create_dataset(task, **vars(curriculum.generate_configuration(sizes)))
 
 
-@functools.cache
-def _scorer(task: str, level: int) -> Callable[[str, dict], float]:
-    return build(task, level).score_answer
+_built = functools.cache(build)
