@@ -26,8 +26,8 @@ from verl_precision.engine.settings import ShadowSettings
 from verl_precision.tools import tiny_model
 from verl_precision.tools.engines.engine import SampleRequest, SamplerSettings
 from verl_precision.tools.engines.engine_process import EngineProcess
+from verl_precision.tools.engines.fsdp_scorer import make_group_of_one
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
-from verl_precision.tools.selftest.single_rank import make_group_of_one
 
 TOKENS = 512  # of each of the two sequences of a step
 REQUESTS = [SampleRequest(str(row), 0, (5,) * 16, max_tokens=64, seed=row) for row in range(4)]

@@ -42,7 +42,7 @@ from verl_precision.engine.log_probs import log_probs_and_entropy
 from verl_precision.engine.settings import ShadowSettings
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.tools import tiny_model
-from verl_precision.tools.selftest.single_rank import engine_batch, make_group_of_one
+from verl_precision.tools.engines.fsdp_scorer import engine_batch, make_group_of_one
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 2048}
 SEQUENCES = 2

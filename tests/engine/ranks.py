@@ -43,8 +43,8 @@ from verl_precision.integration.engine.build import PartsOfEngine
 from verl_precision.integration.engine.fsdp_engine import precision_variant
 from verl_precision.integration.trainer.merged_metrics import metrics_of_loss
 from verl_precision.losses.metrics import weight_statistics
+from verl_precision.tools.engines.fsdp_scorer import engine_batch, nested
 from verl_precision.tools.export.session import export_checkpoint
-from verl_precision.tools.selftest.single_rank import engine_batch, nested
 from verl_precision.tools.tiny_model import cached_tiny_model
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

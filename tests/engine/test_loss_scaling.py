@@ -13,7 +13,7 @@ from verl_precision.base.errors import CheckpointStateError, EnvironmentMismatch
 from verl_precision.engine import loss_scaling
 from verl_precision.engine.loss_scaling import FILE_NAME, LossScaler, StepReport, load_scaler, save_scaler
 from verl_precision.engine.settings import LossScaleSettings
-from verl_precision.tools.selftest.single_rank import make_group_of_one
+from verl_precision.tools.engines.fsdp_scorer import make_group_of_one
 
 INF = float("inf")
 

@@ -11,7 +11,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
 from verl_precision.integration.engine.fsdp_engine import precision_variant
-from verl_precision.tools.selftest.single_rank import engine_batch
+from verl_precision.tools.engines.fsdp_scorer import engine_batch
 
 LENGTHS, V, PAD = (3, 5), 20, 2
 MIXED = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}

@@ -9,8 +9,8 @@ from verl_engines import make_engine
 
 from verl_precision.engine.log_probs import log_probs_and_entropy
 from verl_precision.engine.settings import ShadowSettings
+from verl_precision.tools.engines.fsdp_scorer import engine_batch, make_group_of_one
 from verl_precision.tools.selftest.session import CHECKS, run_selftest
-from verl_precision.tools.selftest.single_rank import engine_batch, make_group_of_one
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -9,7 +9,7 @@ from verl.plugin.platform import get_platform, set_platform
 
 from verl_precision.engine.settings import LossScaleSettings
 from verl_precision.integration.cpu.platform import PlatformCPU
-from verl_precision.tools.selftest.single_rank import make_group_of_one
+from verl_precision.tools.engines.fsdp_scorer import make_group_of_one
 
 
 @pytest.fixture(scope="module")

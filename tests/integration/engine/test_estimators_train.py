@@ -12,7 +12,7 @@ from verl_precision.base.errors import ConfigurationError
 from verl_precision.integration.engine.measurement import MISMATCH, REQUEST
 from verl_precision.integration.trainer.checkpoints import is_complete
 from verl_precision.presets import preset_names
-from verl_precision.tools.selftest.single_rank import engine_batch, nested
+from verl_precision.tools.engines.fsdp_scorer import engine_batch, nested
 
 PROMPT, RESPONSES, RESPONSE = 4, 4, 6
 SEQUENCE, SCALE = PROMPT + RESPONSE, 1024.0

@@ -12,7 +12,7 @@ from verl_precision.engine.arithmetic_choice import VARIABLE
 from verl_precision.integration.trainer import batch_checks
 from verl_precision.integration.trainer.batch_checks import PER_RANK, BatchChecks, SelfGap
 from verl_precision.mismatch import metric_names as names
-from verl_precision.tools.selftest.single_rank import engine_batch, nested
+from verl_precision.tools.engines.fsdp_scorer import engine_batch, nested
 
 # Key -> reward, advantage, response. The second session returns two outputs, of which the last one counts.
 ROWS = {"a_0_0": (1.0, 0.0, [5, 6]), "a_1_1": (1.0, 0.0, [5, 6]), "a_1_0": (7.0, 3.0, [9])}

@@ -15,15 +15,15 @@ PROGRAM = """
 from types import SimpleNamespace
 
 import torch
-import verl_precision.tools.selftest.single_rank as single_rank
+import verl_precision.tools.engines.fsdp_scorer as fsdp_scorer
 from verl_precision.tools.engines.engine import SampleRequest, SamplerSettings, ScorerSettings
 from verl_precision.tools.tiny_model import cached_tiny_model
 from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 
 torch.set_num_threads(1)
-join = single_rank.make_group_of_one
-single_rank.make_group_of_one = lambda device: torch.distributed.is_initialized() or join(device)
+join = fsdp_scorer.make_group_of_one
+fsdp_scorer.make_group_of_one = lambda device: torch.distributed.is_initialized() or join(device)
 generator = torch.Generator().manual_seed(0)
 shared, *others = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (130, 5, 9, 60, 2, 40, 1)]
 prompts = [others[0], shared + others[1], shared + others[4], others[2], shared + others[3], others[5], shared[:129]]

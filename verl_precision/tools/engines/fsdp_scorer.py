@@ -1,10 +1,15 @@
 """Scores responses with verl's FSDP engine: log π(yₜ) of each token, by a trainer's forward pass.
 
-One rank, FP32 master weights, the engine and the settings of `precision=<dtype>`.
+One rank, FP32 master weights, the engine and the settings of `precision=<dtype>`. The environment variables of verl
+are set before its import, so functions import it.
 """
 
 from collections.abc import Sequence
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from verl_precision.base.dtypes import long
 from verl_precision.tools.engines.engine import Response, SampleRequest, ScorerSettings, prepare_process
@@ -22,7 +27,6 @@ class TrainerEngine:
         from verl.workers.engine import EngineRegistry
 
         from verl_precision.integration.engine.engine_config import PrecisionFSDPConfig
-        from verl_precision.tools.selftest.single_rank import make_group_of_one
 
         make_group_of_one("cuda" if on_gpu else "cpu")
         dtype, self._settings = settings.dtype, settings
@@ -63,10 +67,7 @@ class TrainerEngine:
 
     def _scored(self, requests: list[SampleRequest]) -> list[Response]:
         """Return log π of each response's tokens in FP32, with R2 also the experts that the routers chose."""
-        import torch
-
         from verl_precision.integration.engine.router_replay import CHOICES
-        from verl_precision.tools.selftest.single_rank import engine_batch, nested
 
         sequences = [torch.tensor(r.prompt_token_ids + r.response_token_ids, dtype=torch.long) for r in requests]
         data = engine_batch(
@@ -93,3 +94,30 @@ class TrainerEngine:
             )
             for request, log_probs, experts in zip(requests, outputs["log_probs"].unbind(), recorded, strict=True)
         ]
+
+
+def make_group_of_one(device: str) -> None:
+    """Make the default process group with only this process."""
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "cpu:gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def engine_batch(sequences: list[Tensor], **settings: object) -> Any:
+    """Return token ids, [T] each, as a micro-batch for verl's engine; every token counts, the temperature is 1.
+
+    `settings` are the other entries of the batch that the engine needs, such as `use_remove_padding`.
+    """
+    from verl.utils import tensordict_utils as tu
+
+    tensors = {
+        "input_ids": nested(sequences),
+        "position_ids": nested([torch.arange(len(sequence)) for sequence in sequences]),
+        "loss_mask": nested([torch.ones(len(sequence)) for sequence in sequences]),
+        "temperature": torch.ones(len(sequences)),
+    }
+    return tu.get_tensordict(tensors, {"use_dynamic_bsz": True, "use_fused_kernels": False, **settings})
+
+
+def nested(tensors: list[Tensor]) -> Tensor:
+    """Return tensors of different lengths as one nested tensor, the form that verl's engine takes."""
+    return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
