@@ -17,7 +17,7 @@ def plant(module):
     module.Remedy.decide = lambda self, step, active: decide(
         self, step, {"low_effective_sample_size": 3} if step >= 3 else {}
     )
-wrapt.register_post_import_hook(plant, 'verl_precision.tools.actions.remedy')
+wrapt.register_post_import_hook(plant, 'verl_precision.tools.actions.rescue')
 """
 
 

@@ -32,8 +32,7 @@ from verl_precision.engine.shadow import OF_SHADOW
 from verl_precision.integration.engine.measurement import REQUEST, VERSIONS_BEHIND, measure
 from verl_precision.integration.resolvers import run_name
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
-from verl_precision.tools.actions.remedy import Remedy
-from verl_precision.tools.actions.rescue import Action
+from verl_precision.tools.actions.rescue import Action, Remedy
 
 RESPONSES, TOKENS = 16, 32
 CORRECTION = "algorithm.rollout_correction"

@@ -1,6 +1,6 @@
 """The verbs of the command line: a package for each, and the packages they share.
 
-verbs       the functions of the verbs; checking, runs and gap have their own
+verbs       the functions of the verbs; checking, runs and tokens have their own
 checking    check: a recipe, a command, a checkpoint, an installation, a cluster
 runs        compare, report: whole runs of verl, followed and shown
 gap         mismatch, explain: the size of the gap between two engines, and its causes

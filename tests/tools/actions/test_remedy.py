@@ -9,8 +9,7 @@ import pytest
 from monitored import trainer_of
 
 from verl_precision.mismatch.alarm import ADVICE, MismatchAlarm, first_alarms
-from verl_precision.tools.actions.remedy import CURABLE, FAULTS, Remedy
-from verl_precision.tools.actions.rescue import Action
+from verl_precision.tools.actions.rescue import CURABLE, FAULTS, Action, Remedy
 from verl_precision.tools.runs.read import read_metrics
 
 RECORDED = Path(__file__).parents[2] / "mismatch" / "recorded"

@@ -1,9 +1,11 @@
 """The rescue, `mismatch.alarm.on_alarm=rescue`: a new run that resumes in FP16 from before the alarm's evidence.
 
-The trainer writes `rescue.yaml` into the folders of both runs and ends its run with that step. The driver then starts
-the rescue (`go_on`): the same command with other settings. It resumes from the newest checkpoint of its parent (the
-rescued run) before the evidence, or from the start. A later start of the parent's command continues the rescue. Without
-the file, or with another `on_alarm`, that command continues the parent.
+It needs an alarm that a smaller gap cures, evidence for some further steps, and no alarm of a fault (docs/alarm.md).
+
+The trainer (`Remedy`) writes `rescue.yaml` into the folders of both runs and ends its run with that step. The driver
+then starts the rescue (`go_on`): the same command with other settings. It resumes from the newest checkpoint of its
+parent (the rescued run) before the evidence, or from the start. A later start of the parent's command continues the
+rescue. Without the file, or with another `on_alarm`, that command continues the parent.
 """
 
 import json
@@ -12,7 +14,7 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -25,7 +27,14 @@ from verl_precision.base.files import write_file
 from verl_precision.base.overrides import quoted
 from verl_precision.base.state import STRICT, read_state
 from verl_precision.integration.trainer.checkpoints import MARK, RESCUE_FILE, checkpoints_in, is_complete
+from verl_precision.integration.trainer.saving import end_with_this_step
+from verl_precision.mismatch.drift_detector import Persistence
 from verl_precision.mismatch.settings import ON_ALARM
+
+# Alarms that a smaller gap cures, and alarms of a fault, which prevent a rescue.
+CURABLE: tuple[str, ...] = ("low_effective_sample_size", "k3_growth", "gap_growth", "phantom_clipping")
+FAULTS: tuple[str, ...] = ("trainer_not_finite", "rollout_not_finite", "responses_not_finite", "policies_differ")
+FAULTS += ("repeated_overflow", "loss_scale_at_minimum")
 
 logger = logging.getLogger("verl_precision.mismatch")
 
@@ -50,6 +59,36 @@ class Rescue:
     name: str  # of the new run
     folder: str  # of the new run
     precision: Literal["fp16"]  # the last line of the file: a truncated file lacks it
+
+
+class Remedy:
+    """The trainer callback that decides after each step whether a rescue starts; if so, the run ends with that step."""
+
+    def __init__(self, trainer: Any) -> None:
+        """Start without evidence, in a resumed run too. A run that is a rescue starts no other rescue."""
+        self._trainer, settings = trainer, trainer.monitor.settings.alarm
+        self._acts, self._is_rescue = settings.on_alarm == "rescue", is_rescue(trainer.config)
+        self._persistence = Persistence(settings.action_patience)
+
+    def _compute_metrics(
+        self, proceed: Any, batch: Any, metrics: Any, *args: Any, global_steps: int, **more: Any
+    ) -> None:
+        metrics["alarm/rescue"] = int(self._is_rescue)
+        proceed(batch, metrics, *args, global_steps=global_steps, **more)
+        begun = self.decide(global_steps, self._trainer.monitor.alarm.active_since)
+        if begun is not None:
+            decide_rescue(self._trainer.config, begun)
+            end_with_this_step(self._trainer)
+
+    def decide(self, step: int, active: Mapping[str, int]) -> Action | None:
+        """Return the action that starts after a step; `active` has the step of each active alarm's first evidence."""
+        curable = [name for name in CURABLE if name in active]
+        due = self._persistence.update(step, bool(curable) and not any(name in active for name in FAULTS))
+        if not (due and self._acts):
+            return None
+        begun = Action(curable[0], step, min(active[name] for name in curable))
+        logger.warning("ACTION rescue at step %d: %s since step %d", step, begun.alarm, begun.since_step)
+        return begun
 
 
 def decide_rescue(config: DictConfig, action: Action) -> Rescue:
