@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from verl_precision.mismatch.alarm import first_alarms
+from verl_precision.tools.runs.content import RunView
 from verl_precision.tools.runs.read import Run, read_runs
 from verl_precision.tools.show.colours import COLOURS, PRECISIONS
 from verl_precision.tools.show.figures import style
@@ -44,6 +44,14 @@ class Outcome(NamedTuple):
     alarms: str
 
 
+def first_alarms(run: Run) -> dict[str, int]:
+    """Return the alarms of a run: name -> first step."""
+    first: dict[str, int] = {}
+    for alarm in RunView(run, 0).alarms:
+        first.setdefault(alarm.name, alarm.step)
+    return first
+
+
 def outcome_of(run: Run) -> Outcome:
     """Read a run in a folder <precision>_<dose>/seed_<n>."""
     precision, _, dose = run.path.parts[-3].rpartition("_")
@@ -53,7 +61,7 @@ def outcome_of(run: Run) -> Outcome:
 
     first, last = slice(0, WINDOW), slice(-WINDOW, None)
     rewards = [mean(REWARD, slice(i, i + WINDOW)) for i in range(max(1, len(run.rows) - WINDOW + 1))]
-    alarms = ", ".join(f"{name} {step}" for name, step in first_alarms(run.rows).items())
+    alarms = ", ".join(f"{name} {step}" for name, step in first_alarms(run).items())
     return Outcome(
         *(precision, int(dose), run.path.parts[-2].removeprefix("seed_"), len(run.rows)),
         *(mean(metric, first) for metric in (K3, PEARSON, SPREAD, SAMPLE, REWARD)),

@@ -83,19 +83,11 @@ class PolicyLoss:
 
         Args:
             batch: Tensors [B, T] by the names of this module's docstring. A loss takes what it needs.
-            aggregation: How token values become a loss.
+            aggregation: How token values become a loss. docs/other_frameworks.md has an example.
             options: Numbers of the loss: `threshold`, `clip_low` and others.
 
         Raises:
             ConfigurationError: If the loss needs a tensor that is not there.
-
-        Example:
-            >>> pi, mu = torch.tensor([[-1.0, -2.0]], requires_grad=True), torch.tensor([[-1.5, -2.0]])
-            >>> batch = {"trainer_log_probs": pi, "rollout_log_probs": mu, "response_mask": torch.ones(1, 2)}
-            >>> batch["advantages"] = torch.ones(1, 2)
-            >>> POLICY_LOSSES["vp_pg_seq_is"](batch, Aggregation("token-mean")).loss.backward()  # the ratio is e^0.5
-            >>> pi.grad
-            tensor([[-0.8244, -0.8244]])
         """
         offered = {**batch, "aggregation": aggregation}
         if missing := sorted(self.required - {*offered}):

@@ -8,7 +8,7 @@ Pure Python; verl is not needed. Method, reasons and measured rates: docs/alarm.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -220,15 +220,6 @@ class MismatchAlarm:
     def _alarm(self, name: str, metric: str, seen: float, normal: str, step: int, by: Growth | Persistence) -> Alarm:
         began = step if by.since is None else by.since
         return Alarm(name, metric, seen, normal, step, began, ADVICE[name].without(self.in_use))
-
-
-def first_alarms(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the alarms of a recorded run, given the metrics of its steps, each with "step": name -> first step."""
-    alarm, first = MismatchAlarm(), dict[str, int]()
-    for row in rows:
-        for raised in alarm.update(int(row["step"]), row):
-            first.setdefault(raised.name, raised.step)
-    return first
 
 
 def act_on(alarms: list[Alarm], settings: AlarmSettings, log: Callable[[str], object]) -> None:
