@@ -1,5 +1,6 @@
 """Registration with verl, a user's own loss, and what verl's side can get wrong: an error before any number."""
 
+import math
 import re
 
 import forked
@@ -11,7 +12,7 @@ from verl_precision.base.errors import ConfigurationError, RegistrationError
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
 from verl_precision.losses import POLICY_LOSSES, LossOutput, policy_loss
-from verl_precision.losses.aggregation import aggregate
+from verl_precision.losses.aggregation import Aggregation, aggregate
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 LOSS_CORRECTION = f"{ACTOR}.policy_loss.rollout_correction"
@@ -31,6 +32,16 @@ def errors(config) -> list[str]:
     return [str(fault) for fault in find_faults(config, Environment()) if fault.severity == "error"]
 
 
+def test_a_loss_names_the_tensor_that_it_misses_and_takes_no_others():
+    pi = torch.full((1, 2), -1.0, requires_grad=True)
+    batch = {"trainer_log_probs": pi, "rollout_log_probs": pi.detach() - 0.5, "response_mask": torch.ones(1, 2)}
+    with pytest.raises(ConfigurationError, match="pg_seq_is needs advantages"):
+        POLICY_LOSSES["vp_pg_seq_is"](batch, Aggregation("token-mean"))
+    batch |= {"advantages": torch.ones(1), "proximal_log_probs": None}
+    POLICY_LOSSES["vp_pg_seq_is"](batch, Aggregation("token-mean")).loss.backward()
+    torch.testing.assert_close(pi.grad, torch.full((1, 2), -math.e / 2))
+
+
 def test_registering_twice_changes_nothing_and_a_stranger_is_refused(monkeypatch):
     from verl.trainer.ppo import core_algos
 
@@ -47,7 +58,7 @@ def test_registering_twice_changes_nothing_and_a_stranger_is_refused(monkeypatch
 
 OWN_LOSS = """
 from verl_precision.losses import LossOutput, policy_loss
-from verl_precision.losses.aggregation import aggregate
+from verl_precision.losses.aggregation import Aggregation, aggregate
 
 @policy_loss("my_reinforce", "plain REINFORCE", "Williams 1992")
 def my_reinforce(trainer_log_probs, advantages, response_mask, *, aggregation):
