@@ -55,6 +55,7 @@ def test_the_last_boxed_answer_with_balanced_braces(solution, answer):
 
 @pytest.mark.parametrize("name", CATALOG)
 def test_stand_in_of_each_is_what_verl_and_its_reward_read(name, tmp_path):
+    """verl's rule for math_dapo scores 1 and -1 in a mapping, the one for MATH 1 and 0."""
     path = tmp_path / f"{name}.parquet"
     assert "made-up sums, not the data set" in prepare(name, path, synthetic=True)
     data = read_data_set(path)

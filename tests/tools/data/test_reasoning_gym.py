@@ -96,9 +96,3 @@ def test_a_file_is_never_replaced(write):
 def test_refused_before_a_file_is_written(write, words, code, problem):
     found, said, rows = write("a", *words.split())
     assert found == code and problem in " ".join(said.replace("│", " ").split()) and rows is None
-
-
-def test_without_reasoning_gym_the_package_is_named(write, monkeypatch):
-    monkeypatch.setattr("verl_precision.tools.rewards.reasoning_gym_answer.find_spec", lambda name: None)
-    code, said, rows = write("a", "--task", "gcd")
-    assert code == 1 and "is not installed" in said and "pip install reasoning-gym==0.1.25" in said and rows is None

@@ -1,7 +1,6 @@
-"""The folder of kept tokens: nothing is lost or altered, damage is said, a resume cuts."""
+"""The folder of kept tokens: nothing is lost or altered, damage is said, a resume cuts. See test_hostile_files.py."""
 
 import math
-import os
 
 import numpy as np
 import pyarrow as pa
@@ -115,14 +114,6 @@ def test_what_is_no_table_of_kept_tokens_is_refused(path):
         parquet.write_table(pa.table({"step": steps}), file)
         with pytest.raises(ConfigurationError, match=words):
             index_of(path)
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_what_is_no_regular_file_is_not_opened(path, make):
-    path.mkdir()
-    make(path / "step_1.parquet")
-    with pytest.raises(ConfigurationError, match="not a regular file"):
-        index_of(path)
 
 
 def test_a_file_in_the_place_of_the_folder_and_a_response_that_is_gone_are_refused(path):

@@ -23,6 +23,7 @@ from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
 
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.tools.jobs.problems import load_reward
 from verl_precision.tools.rewards import answer_tag, boxed_answer, math_answers
 from verl_precision.tools.rewards.math_answers import _Judge
 
@@ -201,5 +202,6 @@ def test_hostile_answers_are_wrong_within_the_bound_and_the_next_one_is_judged(j
 
 def test_math_verify_must_be_there(monkeypatch):
     monkeypatch.setattr(math_answers, "find_spec", lambda name: None)
-    with pytest.raises(math_answers.EnvironmentMismatchError, match="math-verify.*pip install"):
-        _Judge().says_equal("2", "3")
+    for ask in (partial(load_reward, "math-verify"), partial(_Judge().says_equal, "2", "3")):
+        with pytest.raises(math_answers.EnvironmentMismatchError, match="math-verify.*pip install"):
+            ask()
