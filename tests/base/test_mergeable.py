@@ -29,21 +29,12 @@ def merged(kind, pieces):
     (Minimum, [(INF,)], NAN),
     (Correlation, [(1, 1, 1, -2, 4, -2), (1, -1, 1, 2, 4, -2)], -1),  # (1, -1), (-1, 1); d = y - x
     (Correlation, [(2, 2, 2, 0, 0, 0)], NAN),  # (1, 1) twice
+    (Quantile, [([1, 2], 0.5), ([6], 0.5)], 2),  # it keeps every value
+    (Quantile, [([], 0.5)], NAN),
+    (Slope, [(10, 1, 0, 0, 1, 0), (10, 1, 2, 4, 2, 4)], 5),  # (0, 1) and (2, 2): half a unit of y for each of x
 ])  # fmt: skip
 def test_value_by_hand(kind, pieces, expected):
     assert merged(kind, pieces).value() == pytest.approx(expected, nan_ok=True)
-
-
-def test_quantile_keeps_every_value():
-    pieces = [Quantile(tensor([1.0, 2.0]), 0.5), Quantile(tensor([6.0]), 0.5)]
-    assert functools.reduce(Quantile.merge, pieces).value() == 2
-    assert math.isnan(Quantile(tensor([]), 0.5).value())
-
-
-def test_slope_by_hand():
-    """(0, 1) and (2, 2): half a unit of y for each of x."""
-    x, y = (tensor(1.0), tensor(0.0), tensor(0.0), tensor(1.0), tensor(0.0)), (1.0, 2.0, 4.0, 2.0, 4.0)
-    assert Slope(10.0, *x).merge(Slope(10.0, *map(tensor, y))).value() == 5
 
 
 def test_ratio_sample_size_brings_pieces_to_one_scale():

@@ -19,8 +19,8 @@ def inputs(dtype, requires_grad=False):
     return logits.requires_grad_(requires_grad), labels, temperature
 
 
-def ours(logits, labels, temperature, chunk_tokens=4):
-    return log_probs_and_entropy(logits, labels, temperature, chunk_tokens=chunk_tokens, with_entropy=True)
+def ours(logits, labels, temperature, chunk_tokens=4, kept=None):
+    return log_probs_and_entropy(logits, labels, temperature, chunk_tokens=chunk_tokens, with_entropy=True, kept=kept)
 
 
 def plain(logits, labels, temperature, keep=None):
@@ -29,24 +29,6 @@ def plain(logits, labels, temperature, keep=None):
     scaled = scaled if keep is None else scaled.masked_fill(~keep, -300)  # -inf has no gradient that is finite
     log_p = torch.log_softmax(scaled, -1)
     return log_p.gather(-1, labels[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
-
-
-@pytest.mark.parametrize("chunk_tokens", [1, 4, 13, 512])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_values_and_gradient_are_the_formulas(dtype, chunk_tokens):
-    logits, labels, temperature = inputs(dtype, requires_grad=True)
-    log_probs, entropy = ours(logits, labels, temperature, chunk_tokens)
-    assert log_probs.dtype == entropy.dtype == torch.float32
-    reference = logits.detach().double().requires_grad_()
-    expected = plain(reference, labels, temperature)
-    torch.testing.assert_close(log_probs.double(), expected[0], rtol=0, atol=2e-6)
-    torch.testing.assert_close(entropy.double(), expected[1], rtol=0, atol=5e-6)
-    weights = torch.linspace(-1, 1, N)
-    (log_probs @ weights + 0.3 * entropy.sum()).backward()
-    (expected[0] @ weights.double() + 0.3 * expected[1].sum()).backward()
-    assert logits.grad.dtype == dtype
-    once_rounded = reference.grad.to(dtype)  # one rounding; FP32 noise may tip it to a neighbour
-    torch.testing.assert_close(logits.grad, once_rounded, rtol=2 * torch.finfo(dtype).eps, atol=3e-6)
 
 
 def test_only_what_is_asked_gets_a_gradient():
@@ -140,20 +122,26 @@ def batch(generator) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], to
     return logits, labels, packed, keep
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 4, 512])
-def test_over_the_tokens_that_sampling_kept_they_are_the_formulas_too(chunk_tokens):
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 13, 512])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("truncated", [False, True])
+def test_values_and_gradient_are_the_formulas(truncated, dtype, chunk_tokens):
+    """Over all tokens, and over those that sampling kept."""
     logits, labels, packed, keep = batch(torch.Generator().manual_seed(0))
-    kept, temperature = unpack(packed, LENGTHS, labels), torch.linspace(0.5, 1.5, len(labels))
-    logits.requires_grad_()
-    found = log_probs_and_entropy(logits, labels, temperature, chunk_tokens=chunk_tokens, with_entropy=True, kept=kept)
-    exact = logits.detach().double().requires_grad_()
-    expected = plain(exact, labels, temperature, keep)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=5e-6)
-    weights = torch.linspace(-1, 1, len(labels)).double()
-    (expected[0] @ weights + expected[1].sum()).backward()
-    (found[0].double() @ weights + found[1].sum()).backward()
-    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=0, atol=5e-6)
+    logits, temperature = logits.to(dtype).requires_grad_(), torch.linspace(0.5, 1.5, len(labels))
+    kept, keep = (unpack(packed, LENGTHS, labels), keep) if truncated else (None, torch.ones_like(keep))
+    log_probs, entropy = ours(logits, labels, temperature, chunk_tokens, kept)
+    assert log_probs.dtype == entropy.dtype == torch.float32
+    reference = logits.detach().double().requires_grad_()
+    expected = plain(reference, labels, temperature, keep)
+    torch.testing.assert_close(log_probs.double(), expected[0], rtol=0, atol=2e-6)
+    torch.testing.assert_close(entropy.double(), expected[1], rtol=0, atol=5e-6)
+    weights = torch.linspace(-1, 1, len(labels))
+    (log_probs @ weights + 0.3 * entropy.sum()).backward()
+    (expected[0] @ weights.double() + 0.3 * expected[1].sum()).backward()
+    assert logits.grad.dtype == dtype
+    once_rounded = reference.grad.to(dtype)  # one rounding; FP32 noise may tip it to a neighbour
+    torch.testing.assert_close(logits.grad, once_rounded, rtol=2 * torch.finfo(dtype).eps, atol=3e-6)
     assert (logits.grad[~keep] == 0).all(), "no token that could not be drawn is pushed"
 
 

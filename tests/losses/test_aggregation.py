@@ -20,12 +20,8 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_by_hand(mode):
+def test_by_hand_and_verls_where_verl_is_given_all_constants(mode):
     assert aggregate(VALUES, MASK, Aggregation(mode, normalizer=6)).item() == pytest.approx(BY_HAND[mode], rel=1e-15)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_is_verls_where_verl_is_given_all_constants(mode):
     theirs = agg_loss(VALUES, MASK, mode, dp_size=4, batch_num_tokens=50, global_batch_size=20, loss_scale_factor=6)
     ours = aggregate(VALUES, MASK, Aggregation(mode, normalizer=6, num_responses=20, num_tokens=50, dp_size=4))
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-7)

@@ -114,16 +114,12 @@ def test_nonfinite_response_is_counted_and_left_out(settings, batch):
     assert math.isfinite(metrics["rollout_corr/rollout_is_mean"])
 
 
-@pytest.mark.parametrize(("level", "threshold"), [
-    ("vp_icepop", 0.55), ("vp_kpop", 0.0), ("vp_kpop", "0.1"),
-    ("vp_seq_mis", 0.5), ("vp_geo_mask", 0.55), ("vp_geo_mask", "1.001"), ("vp_geo_mask", "1.1_1.2"),
+@pytest.mark.parametrize(("level", "threshold", "normalised"), [
+    ("vp_icepop", 0.55, False), ("vp_kpop", 0.0, False), ("vp_kpop", "0.1", False), ("vp_seq_mis", 0.5, False),
+    *(("vp_geo_mask", threshold, False) for threshold in (0.55, "1.001", "1.1_1.2")), ("vp_seq_mis", 3.0, True),
 ])  # fmt: skip
-def test_bad_threshold_in_verls_step(level, threshold):
+def test_what_verls_step_cannot_do_is_refused(level, threshold, normalised):
     with pytest.raises(ConfigurationError) as error:
-        through_verl(torch.zeros(1, 1), ONE, level, threshold)
-    assert error.value.setting == "algorithm.rollout_correction.rollout_is_threshold"
-
-
-def test_normalised_weights_are_refused():
-    with pytest.raises(ConfigurationError, match="rollout_is_batch_normalize=True"):
-        through_verl(torch.zeros(1, 1), ONE, "vp_seq_mis", 3.0, rollout_is_batch_normalize=True)
+        through_verl(torch.zeros(1, 1), ONE, level, threshold, rollout_is_batch_normalize=normalised)
+    setting = "rollout_is_batch_normalize" if normalised else "rollout_is_threshold"
+    assert error.value.setting == f"algorithm.rollout_correction.{setting}"

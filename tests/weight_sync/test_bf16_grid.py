@@ -36,18 +36,14 @@ def sync(grid, weights):
      ({"adapter": [1.0, 1.0, 1.0, 2.0]}, {CROSSINGS: 0.25, OFF_GRID: 0.0})],
     # integers and empty tensors do not count, and NaN is off the grid
     [(ODD, {}), ({"a": WEIRD, **ODD}, {OFF_GRID: 0.5}), ({"a": WEIRD, **ODD}, {CROSSINGS: 0.0, OFF_GRID: 0.5})],
-], ids=["by hand", "by size", "adapter", "odd"])  # fmt: skip
+    # updates of an eighth of a unit add up until they cross; the fourth lies half way, and ties go to the even 1
+    [({"a": [1.0]}, {OFF_GRID: 0.0}),
+     *(({"a": [1 + step * ULP / 8]}, {CROSSINGS: step // 5, OFF_GRID: 1.0}) for step in range(1, 6))],
+], ids=["by hand", "by size", "adapter", "odd", "small updates"])  # fmt: skip
 def test_shares_by_hand(syncs):
     grid = Bf16Grid()
     for weights, expected in syncs:
         assert sync(grid, weights) == pytest.approx(expected)
-
-
-def test_updates_below_half_a_unit_add_up_until_they_cross():
-    """An eighth of a unit each; the fourth lies half way, and ties go to the even 1."""
-    grid = Bf16Grid()
-    found = [sync(grid, {"a": [1 + step * 2.0**-10]}).get(CROSSINGS) for step in range(6)]
-    assert found == [None, 0.0, 0.0, 0.0, 0.0, 1.0]
 
 
 def test_the_streams_of_a_sync_count_together_and_nothing_sent_is_nothing():

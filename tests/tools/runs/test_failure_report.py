@@ -143,18 +143,6 @@ def test_the_cause_is_named_first(log, cause):
     assert cause in report[0] and len(report) <= LINES and "raise found" not in "\n".join(report)
 
 
-def test_what_hydra_says_without_a_traceback_is_all_there():
-    words = ["Could not override 'actor.foo'.", "To append to your config use +actor.foo=1", "    full_key: actor.foo"]
-    assert relevant_lines([*words, "", "Set the environment variable HYDRA_FULL_ERROR=1"])[:3] == words
-
-
-def test_the_rest_of_a_chain_follows():
-    during = "\nDuring handling of the above exception, another exception occurred:\n"
-    chained = said("", HEAD, FRAME, "KeyError: 'qwen9'", during, HEAD, FRAME, "ValueError: no such model type")
-    report = relevant_lines(chained.split("\n"))
-    assert report == ["KeyError: 'qwen9' | at x.py:7 in load", "then: ValueError: no such model type"]
-
-
 def test_of_a_huge_log_the_end_is_read_and_of_a_line_the_beginning(tmp_path, monkeypatch):
     monkeypatch.setattr(failure_report, "_LOG_BYTES", 10_000)
     log = tmp_path / "log"
@@ -203,6 +191,10 @@ BOOM = [
     "\x1b[36m(W pid=5)\x1b[0m ValueError: boom\x1b[32m [repeated 3x across cluster]\x1b[0m",
     "RuntimeError: Worker failed with error 'boom', please check the stack trace above for the root cause",
 ]
+HYDRA = ["Could not override 'actor.foo'.", "To append to your config use +actor.foo=1", "    full_key: actor.foo"]
+HYDRA += ["Set the environment variable HYDRA_FULL_ERROR=1"]
+DURING = "\nDuring handling of the above exception, another exception occurred:\n"
+CHAINED = said("", HEAD, FRAME, "KeyError: 'qwen9'", DURING, HEAD, FRAME, "ValueError: no such model type")
 NOT_THERE = "x.py:1: UserWarning: veomni engine is not available: ModuleNotFoundError('veomni')"
 
 
@@ -210,9 +202,11 @@ NOT_THERE = "x.py:1: UserWarning: veomni engine is not available: ModuleNotFound
     # Ours comes before an earlier one.
     (["ValueError: first", OURS, "KeyError: 'x'"], [OURS, "then: ValueError: first", "then: KeyError: 'x'"]),
     (["start", PREFLIGHT, PREFLIGHT], [PREFLIGHT]),
+    (CHAINED.split("\n"), ["KeyError: 'qwen9' | at x.py:7 in load", "then: ValueError: no such model type"]),
     (BOOM, ["ValueError: boom (in W, Worker_TP0)"]),
     # Without any error it is the end of the log.
     (["a", NOT_THERE, "", "b"], ["a", "b"]),
+    ([*HYDRA, ""], HYDRA),
     ([], []),
 ])  # fmt: skip
 def test_report_by_hand(lines, report):
