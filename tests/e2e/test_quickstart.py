@@ -1,7 +1,5 @@
 """The quickstart shows the paper's effect in the real stack."""
 
-import json
-
 import pytest
 import torch
 from kept_responses import index_of
@@ -37,13 +35,9 @@ def test_rollout_follows_the_trainer_and_our_k3_is_verls(comparison):
 
 
 def test_what_the_user_gets(comparison):
+    """Summary, figure and report of a comparison: tests/tools/runs/compare/test_compare_runs.py."""
     folder, _, seen = comparison
     assert "ratio bf16/fp16" in seen and "Ray has started" in seen and "step 5/5" in seen
-    content = json.loads((folder / "summary.json").read_text())
-    assert [run["precision"] for run in content["runs"]] == ["bf16", "fp16"]
-    assert content["versions"]["verl"] and content["ratios"]["bf16/fp16"]["k3_kl"] > 10
-    assert (folder / "comparison.png").stat().st_size > 10_000
-    assert "k3 KL" in (folder / "report.html").read_text(encoding="utf-8")
     for precision in ("bf16", "fp16"):
         assert {path.name for path in (folder / precision).iterdir()} >= {"train.log", "metrics.jsonl"}
 

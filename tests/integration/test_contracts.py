@@ -22,7 +22,6 @@ def test_verl_loads_adapters_into_this_vllm_or_the_check_refuses_them():
 @pytest.mark.parametrize(("symbol", "words"), [
     ("verl", ('group="verl.plugins"', "Failed to load plugin")),  # an error is swallowed: why the plugin logs at ERROR
     ("hydra._internal.callbacks:Callbacks._notify", ("except Exception",)),  # why the preflight ends with SystemExit
-    ("verl.utils.tracking:FileLogger", ("VERL_FILE_LOGGER_PATH",)),
     ("verl.trainer.ppo.v1.trainer_base:PPOTrainer._compute_advantage", ('"rollout_log_probs"', '"old_log_probs"')),
 ])  # fmt: skip
 def test_source_of_a_host_has_the_words(symbol, words):

@@ -1,11 +1,9 @@
-"""The block `mismatch`: typed, bounded, every key known, and switched on by every preset."""
+"""The block `mismatch`: typed, bounded, every key known; switched on by every preset: test_presets.py."""
 
 import pytest
-from hydra import compose, initialize_config_module
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.mismatch.settings import AlarmSettings, MismatchSettings
-from verl_precision.presets import preset_names
 
 
 def test_block_with_alarm():
@@ -52,13 +50,6 @@ def test_alerts_need_a_logger_that_has_them():
     with pytest.raises(ConfigurationError, match="mismatch.alarm.notify.logger=True.*Add wandb or trackio"):
         MismatchSettings.from_config(config | {"trainer": {"logger": ["console"]}})
     assert MismatchSettings.from_config(config | {"trainer": {"logger": ["console", "wandb"]}}).alarm.notify.logger
-
-
-@pytest.mark.parametrize("group", ["precision", "estimator", "scale"])
-def test_every_preset_alone_switches_it_on(group):
-    with initialize_config_module("verl_precision.presets", version_base=None):
-        for name in preset_names(group):
-            assert compose(f"{group}/{name}").mismatch.enabled is True, name
 
 
 def test_precision_presets_spell_out_the_defaults(compose_verl):

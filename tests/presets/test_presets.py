@@ -47,7 +47,7 @@ def test_the_promised_presets_are_there(group):
 def test_every_preset_measures_the_mismatch_and_installs_the_preflight(group, name):
     config = compose_verl(f"+{group}={name}", VLLM, return_hydra_config=True)
     preflight = config.hydra.callbacks.verl_precision._target_
-    assert config.mismatch.enabled and preflight == "verl_precision.check.preflight.PreflightCallback"
+    assert config.mismatch.enabled is True and preflight == "verl_precision.check.preflight.PreflightCallback"
 
 
 def test_one_variable_says_what_operations_compute_in():

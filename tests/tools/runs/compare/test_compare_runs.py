@@ -73,6 +73,7 @@ def test_two_runs_are_compared(run, tmp_path):
     found = [(run["precision"], run["steps"], run["seconds_total"]) for run in content["runs"]]
     assert found == [("bf16", 10, 60.0), ("fp16", 10, 60.0)]
     assert content["ratios"]["bf16/fp16"]["k3_kl"] > 10 and content["pass_bar"].keys() == {"bf16", "fp16"}
+    assert content["versions"]["verl"] and "k3 KL" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written == {"bf16", "fp16", "summary.json", "comparison.png", "report.html"}
 
