@@ -10,7 +10,7 @@ from verl_precision.tools.selftest.session import REPORT, run_selftest
 
 @pytest.mark.parametrize(("fault", "message"), [
     ("lost_tensor", "model.embed_tokens.weight: sent by the trainer, but not received"),
-    pytest.param(  # with a real vLLM in tests/weight_sync/test_known_faults.py
+    pytest.param(  # with a real vLLM in tests/weight_sync/test_worker.py
         *("bf16_sender", ".weight: arrived in bfloat16, which has fewer bits than the float16 rollout"),
         marks=pytest.mark.matrix,
     ),

@@ -31,12 +31,7 @@ def test_tied_model_trains_where_ray_starts_the_workers(tmp_path, monkeypatch):
         assert row["weight_sync/seconds"] > 0
 
 
-# Modules that every process of a run imports. Take the repair of tied heads away: upstream's stale head, which nothing
-# else notices. Change the rollout's memory after the guard has looked: every bit arrived, only the canary can tell.
-STALE_HEAD = """
-from verl_precision.integration.cpu import vllm_on_cpu
-vllm_on_cpu.shared_parameter_layers = lambda model: iter(())
-"""
+# A module that every process of a run imports.
 CHANGE_AFTER_THE_GUARD = """
 import wrapt
 def change(module):
@@ -51,17 +46,14 @@ wrapt.register_post_import_hook(change, 'vllm.v1.worker.gpu_worker')
 """
 
 
-# Shorter: test_planted_faults.py for a guard that stops its run, tests/weight_sync/test_worker.py and
-# test_known_faults.py for the stale head and the canary's bound.
+# Shorter: test_planted_faults.py for a guard that stops its run, tests/weight_sync/test_known_faults.py for the bound.
 @pytest.mark.matrix
-@pytest.mark.parametrize(("module", "settings", "message"), [
-    (STALE_HEAD, TIED, "Weight sync 0 did not take: lm_head: its kernel computes with a packed copy of weights"),
-    (CHANGE_AFTER_THE_GUARD, ("precision=bf16",), "Canary of weight sync 1: replica 0: its served log-probs differ"),
-])  # fmt: skip
-def test_a_sync_that_did_not_take_stops_the_run(run_quickstart, tmp_path, monkeypatch, module, settings, message):
-    (tmp_path / "planted.py").write_text(module)
+def test_a_canary_that_finds_other_weights_stops_the_run(run_quickstart, tmp_path, monkeypatch):
+    """After the guard has looked, so that every bit arrived. A stale head: tests/weight_sync/test_worker.py."""
+    words = "Canary of weight sync 1: replica 0: its served log-probs differ"
+    (tmp_path / "planted.py").write_text(CHANGE_AFTER_THE_GUARD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "planted")
-    with pytest.raises(RunFailedError, match=message) as caught:
-        run_quickstart(*settings, "trainer.total_training_steps=3")
+    with pytest.raises(RunFailedError, match=words) as caught:
+        run_quickstart("precision=bf16", "trainer.total_training_steps=3")
     assert "Weight sync 1 did not take" not in str(caught.value)

@@ -12,7 +12,6 @@ from functools import partial
 import pytest
 import torch
 from engine_pair import EnginePair, full_weights, move, needs_adapters
-from peft import LoraConfig, get_peft_model
 from test_accelerator import AcceleratorPair, like_an_accelerator
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -211,21 +210,6 @@ def test_a_loader_that_gives_its_first_weights_for_ever(lone, monkeypatch, updat
         _named_within_two_syncs(lone, lambda: None, update, words="did not change at all")
 
 
-def test_an_adapter_merged_in_bf16(lone, monkeypatch):
-    """verl's own engine merges LoRA in BF16, whatever the rollout's dtype is: BF16's gap is back in an FP16 rollout."""
-    adapted = get_peft_model(copy.deepcopy(lone.model), LoraConfig(r=8, target_modules=["q_proj", "down_proj"]))
-    move(adapted, 0.1)
-    merged = full_weights(adapted.merge_and_unload())
-    monkeypatch.setattr(lone, "_streams", lambda rank: [([(name, t.bfloat16()) for name, t in merged], {})])
-    with pytest.raises(
-        WeightSyncError, match=r"lm_head\.weight: arrived in bfloat16, which has fewer bits than the fl"
-    ):
-        lone.sync()
-    monkeypatch.setattr(lone, "_streams", lambda rank: [(merged, {})])
-    assert lone.sync()[0].unverified_layers == 0, "as our engine merges it"
-    monkeypatch.undo()
-
-
 def test_one_replica_of_four_is_stale(four):
     """A sync that leaves a replica out; the update is smaller than the canary's bound."""
     four.sync()
@@ -269,30 +253,25 @@ def test_a_delta_applied_twice_and_experts_in_another_order(name, tensor, reques
     assert pair.canary().problems[0].startswith("replica 0: its served log-probs differ")
 
 
-def test_weights_changed_after_the_guard_looked(four):
-    """Memory overwritten, a graph over old memory, a kernel that nobody repacked: bits have nothing to say of it."""
-    assert all(report.unverified_layers == 0 for report in four.sync()) and four.canary().problems == ()
-    four.engines[1].apply_model(lambda model: model.model.layers[1].input_layernorm.weight.data.mul_(1.1))
-    problems = four.canary().problems
-    assert problems and all(problem.startswith("replica 1: its served log-probs differ") for problem in problems)
-    four.sync()
-    assert four.canary().problems == ()
-
-
 def _exchange_two_experts(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if "layers.1." in name and name.endswith(("w13_weight", "w2_weight")):
             parameter.data[[0, 1]] = parameter.data[[1, 0]].clone()
 
 
-def test_two_experts_of_one_layer_change_places_after_the_guard_looked(moe):
-    """Of a gap that is small beside what another model has, and large beside this run's own healthy gaps."""
-    moe.sync()
-    assert moe.canary().problems == ()
-    moe.engines[0].apply_model(_exchange_two_experts)
-    assert moe.canary().problems[0].startswith("replica 0: its served log-probs differ")
-    moe.engines[0].apply_model(_exchange_two_experts)
-    assert moe.canary().problems == ()
+@pytest.mark.parametrize(("name", "replica", "change"), [
+    ("four", 1, lambda model: model.model.layers[1].input_layernorm.weight.data.mul_(1.1)),
+    ("moe", 0, _exchange_two_experts),  # a gap that is small beside what another model has, and large beside its own
+])  # fmt: skip
+def test_weights_changed_after_the_guard_looked(name, replica, change, request):
+    """Memory overwritten, a graph over old memory, a kernel that nobody repacked: bits have nothing to say of it."""
+    pair, words = request.getfixturevalue(name), f"replica {replica}: its served log-probs differ"
+    assert all(report.unverified_layers == 0 for report in pair.sync()) and pair.canary().problems == ()
+    pair.engines[replica].apply_model(change)
+    problems = pair.canary().problems
+    assert problems and all(problem.startswith(words) for problem in problems)
+    pair.sync()
+    assert pair.canary().problems == ()
 
 
 @needs_adapters
