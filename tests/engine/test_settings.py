@@ -18,12 +18,6 @@ BEYOND_BOUNDS = [
 ]
 
 
-@pytest.mark.parametrize(("setting", "value"), BEYOND_BOUNDS)
-def test_bounds_of_the_loss_scale(setting, value):
-    with pytest.raises(ConfigurationError, match=r"loss_scale\.\w+=.*Allowed: .*\.$"):
-        LossScaleSettings(**{setting: value})
-
-
 def config(**changes):
     return PrecisionFSDPConfig(**{"dtype": "float16", "mixed_precision": MIXED, **changes})
 
@@ -33,7 +27,7 @@ def test_a_typed_config_is_verls_with_more_fields():
     assert set(ours) > set(theirs) and all(ours[key] == theirs[key] for key in theirs)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
+CONTRADICTIONS = [
     ({"mixed_precision": None}, r"mixed_precision=None: .*silently.*bf16.*precision=fp16"),
     ({"mixed_precision": {"param_dtype": "fp16"}}, r"mixed_precision=.*Allowed: all of"),
     ({"mixed_precision": {**MIXED, "param_dtype": "fp61"}}, r"mixed_precision.param_dtype='fp61'.*'bf16', 'fp16'"),
@@ -43,21 +37,22 @@ def test_a_typed_config_is_verls_with_more_fields():
     ({"shadow": {"every_n_steps": 1}}, r"shadow=.*_target_.*ShadowSettings"),
     ({"learning_rate_ess_base": 1.5}, r"learning_rate_ess_base=1\.5.*Allowed: less than or equal to 1"),
     ({"log_prob_chunk_tokens": True}, r"log_prob_chunk_tokens=True.*Allowed: a valid integer"),
-])  # fmt: skip
-def test_contradictions_are_refused(changes, message):
-    with pytest.raises(ConfigurationError, match=message):
-        config(**changes)
-
-
-@pytest.mark.parametrize(("settings", "message"), [
+]
+OF_A_SHADOW = [
     ({"ratio_source": "rollout"}, r"shadow.ratio_source='rollout'.*Allowed: 'training' or 'shadow'"),
     ({"every_n_steps": -1, "dtype": "bf16"}, r"shadow.every_n_steps=-1.*Allowed: greater than or equal to 0"),
     ({"every_n_steps": 1}, r"shadow.dtype=None. Allowed: bf16, fp16, fp32"),
     ({"ratio_source": "shadow", "dtype": "auto"}, r"shadow.dtype='auto'.*actor_rollout_ref.rollout.dtype"),
+]
+
+
+@pytest.mark.parametrize(("build", "settings", "message"), [
+    *((LossScaleSettings, {name: value}, r"loss_scale\.\w+=.*Allowed: .*\.$") for name, value in BEYOND_BOUNDS),
+    *((config, *row) for row in CONTRADICTIONS), *((ShadowSettings, *row) for row in OF_A_SHADOW),
 ])  # fmt: skip
-def test_shadow_settings_that_cannot_work_are_refused(settings, message):
+def test_what_cannot_work_is_refused(build, settings, message):
     with pytest.raises(ConfigurationError, match=message):
-        ShadowSettings(**settings)
+        build(**settings)
 
 
 def test_shadow_is_off_by_default_whatever_the_rollouts_dtype():

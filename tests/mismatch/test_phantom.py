@@ -4,11 +4,9 @@ import math
 
 import pytest
 import torch
+from batches import BY_TOKEN
 
-from verl_precision.losses.settings import ClipRange
 from verl_precision.mismatch.phantom import PhantomStatistics
-
-GRPO = ClipRange(False, math.log(0.8), math.log(1.28))
 
 
 @pytest.mark.parametrize(
@@ -34,7 +32,7 @@ GRPO = ClipRange(False, math.log(0.8), math.log(1.28))
 def test_decision_by_hand(alpha, beta, advantage, expected):
     mu = torch.full((1, 1), -3.0, dtype=torch.float64)
     tensors = mu + alpha + beta, mu + alpha, mu, torch.ones_like(mu), torch.tensor([float(advantage)])
-    metrics = PhantomStatistics.measure(*tensors, GRPO).metrics()
+    metrics = PhantomStatistics.measure(*tensors, BY_TOKEN).metrics()
     found = {name.removeprefix("phantom/"): value for name, value in metrics.items()}
     assert (found["phantom_clipped_fraction"], found["clipped_fraction"], found["missed_fraction"]) == expected
     assert found["alpha_mean"] == pytest.approx(alpha) and found["beta_mean"] == pytest.approx(beta)

@@ -25,6 +25,7 @@ BYPASS = {"algorithm": {"rollout_correction": {"bypass_mode": True}}}
 GAPS = [[0.3, 0.0], [0.1, 9.0, 9.0, -0.1], [0.0]]
 MASKS = [[1, 1], [1, 0, 0, 1], [1]]
 ADVANTAGES = [1.0, -1.0, 0.0]
+LETTERS = SimpleNamespace(decode=lambda ids: "".join(chr(97 + token) for token in ids))  # a tokenizer
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def queue(monkeypatch, tmp_path):
 
 def recorder(tmp_path, *changes, step=0) -> TokenRecorder:
     """The recorder of a run that begins after a step."""
-    attributes = {"global_steps": step, "tokenizer": Tokenizer(), "logger": SimpleNamespace(logger={})}
+    attributes = {"global_steps": step, "tokenizer": LETTERS, "logger": SimpleNamespace(logger={})}
     made = TokenRecorder(trainer_of(CONFIG, {"trainer": {"default_local_dir": str(tmp_path)}}, *changes, **attributes))
     made.fit(lambda: None)
     return made
@@ -58,13 +59,6 @@ def batch_of(versions=(0, 0, 0)) -> SimpleNamespace:
     tags = [{"min_global_steps": version} for version in versions] + [{"is_padding": True, "min_global_steps": 0}]
     keys = [f"u_{row}_0" for row in range(len(versions))] + ["pad_0_0"]
     return SimpleNamespace(keys=keys, tags=tags, partition_id="train", extra_info={}, fields=[])
-
-
-class Tokenizer:
-    """A vocabulary of letters."""
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(chr(97 + token) for token in ids)
 
 
 def kept_by(made: TokenRecorder, batch, step=1) -> dict:
