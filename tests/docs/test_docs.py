@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 import verl
+from composer import RECIPES, ROOT
 from omegaconf import OmegaConf
 
 from verl_precision.base.verl_config import CASTING
@@ -19,7 +20,6 @@ from verl_precision.tools.checking.composing import read_command
 from verl_precision.tools.data.catalog import NAMES, TEMPLATES
 from verl_precision.tools.selftest.session import CHECKS
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(p for p in ROOT.rglob("*.md") if not {".venv", "outputs"} & set(p.relative_to(ROOT).parts))
 LOG = ROOT / "docs" / "log"
 DOCUMENTS = [page for page in PAGES if page.parent != LOG]  # its entries are history
@@ -136,9 +136,6 @@ def test_shell_is_in_bash_fences():
     assert ROOT / "README.md" in DOCUMENTS and any(_commands(document) for document in DOCUMENTS)
     for document in DOCUMENTS:
         assert not re.search(r"^```(?:sh|shell|console)$", document.read_text(), re.M), document
-
-
-RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "launch")
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

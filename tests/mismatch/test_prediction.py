@@ -1,8 +1,8 @@
 """What is predicted is what drawn weights have, and what recorded runs had; every preset weighs as its config says."""
 
-import importlib.util
 import json
 import math
+import runpy
 from statistics import fmean
 
 import pytest
@@ -74,7 +74,6 @@ def test_recorded_runs_have_the_spread_and_with_as_many_responses_the_share(root
 
 
 def test_the_page_has_the_ratios_that_the_log_gives(root):
-    spec = importlib.util.spec_from_file_location("prediction", root / "recipes" / "collapse" / "draw_prediction.py")
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    script = runpy.run_path(str(root / "recipes" / "collapse" / "draw_prediction.py"))
     page = (root / "docs" / "log" / "prediction.md").read_text()
-    assert module.table(found := module.points()) in page and len(found) == 76
+    assert script["table"](found := script["points"]()) in page and len(found) == 76

@@ -5,7 +5,6 @@ import json
 from types import SimpleNamespace
 from unittest.mock import Mock
 
-import forked
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -20,12 +19,6 @@ from verl_precision.integration.trainer.run_monitor import ALARM_FILE, STEP_METR
 from verl_precision.integration.trainer.trainers import HOOKS, MODES, measured_mode
 
 LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
-
-
-def test_they_can_be_imported_before_verls_trainers(tmp_path):
-    """As `verl-precision check RECIPE` does: the import of verl's trainers wants this module."""
-    done = forked.run("import verl_precision.integration.trainer.trainers", tmp_path)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("mode", MODES)
