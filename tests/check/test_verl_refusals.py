@@ -41,23 +41,17 @@ def composed(words: str):
     ("actor_rollout_ref.model.lora_rank=513", "actor_rollout_ref.model.lora_rank"),
     # the key is right in another block, which is not blamed
     ("+actor_rollout_ref.actor.policy_loss.tau_pos=1.0", "actor.policy_loss.tau_pos"),
+    (TAUGHT, None),
+    (f"{JUDGED} reward.reward_model.rollout.name=vllm", None),
+    ("actor_rollout_ref.actor.use_kl_loss=True", None),
+    ("actor_rollout_ref.model.lora_rank=512", None),
+    ("actor_rollout_ref.model.lora_rank=513 actor_rollout_ref.model.lora.merge=True", None),
+    ("distillation.distillation_loss.loss_mode=k1", None),  # not enabled, and not built
+    ("trainer.v1.trainer_mode=vp_separate_async", None),
 ])  # fmt: skip
-def test_verl_refuses_a_block_that_is_enabled(words, setting):
-    (error,) = refusals(composed(words))
-    assert error.setting.endswith(setting)
-
-
-@pytest.mark.parametrize("words", [
-    TAUGHT,
-    f"{JUDGED} reward.reward_model.rollout.name=vllm",
-    "actor_rollout_ref.actor.use_kl_loss=True",
-    "actor_rollout_ref.model.lora_rank=512",
-    "actor_rollout_ref.model.lora_rank=513 actor_rollout_ref.model.lora.merge=True",
-    "distillation.distillation_loss.loss_mode=k1",  # not enabled, and not built
-    "trainer.v1.trainer_mode=vp_separate_async",
-])  # fmt: skip
-def test_a_block_that_verl_accepts_or_does_not_build_is_left_alone(words):
-    assert refusals(composed(words)) == ()
+def test_verl_refuses_a_block_that_is_enabled_and_what_it_accepts_or_does_not_build_is_left_alone(words, setting):
+    found = refusals(composed(words))
+    assert [error.setting.endswith(setting) for error in found] == [True] * (setting is not None)
 
 
 def test_what_a_rule_says_of_this_packages_config_is_said_once():

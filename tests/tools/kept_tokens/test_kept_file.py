@@ -105,7 +105,8 @@ def test_a_damaged_file_is_refused_by_name_or_says_the_same(path):
 def test_what_is_no_table_of_kept_tokens_is_refused(path):
     path.mkdir()
     file = path / "step_1.parquet"
-    for content in (b"", b"\0" * 4000, b"PAR1", b'{"step": 1}\n', bytes(range(256)) * 4):
+    footers = (b"PAR1" + b"\0" * 50 + b"\xff\xff\xff\x7fPAR1", b"PAR1" + bytes(range(100)) + b"\x60\0\0\0PAR1")
+    for content in (*footers, b"", b"\0" * 4000, b"PAR1", b'{"step": 1}\n', bytes(range(256)) * 4):
         file.write_bytes(content)
         for read in (index_of, lambda path: response_at(path, 256)):
             with pytest.raises(ConfigurationError, match=r"step_1\.parquet"):

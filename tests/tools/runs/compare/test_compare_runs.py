@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import threading
-from itertools import combinations
 
 import pytest
 from omegaconf import OmegaConf
@@ -203,10 +202,13 @@ def test_an_interrupted_comparison_goes_on_until_it_is_finished(tmp_path, comman
         assert folder != interrupted
 
 
-@pytest.mark.parametrize(("more", "anew", "text"), [(["a=b"], False, "a: 1"), ([], True, "a: 1"), ([], False, "a: 2")])
-def test_another_command_or_recipe_and_anew_get_a_new_folder(tmp_path, mine, command, interrupted, more, anew, text):
+@pytest.mark.parametrize(("runs", "more", "anew", "text"), [
+    (PRECISIONS, ["a=b"], False, "a: 1"), (PRECISIONS, [], True, "a: 1"), (PRECISIONS, [], False, "a: 2"),
+    *((runs, [], False, "a: 1") for runs in (PRECISIONS[:1], grid.with_seeds(grid.preset_arms(["bf16", "fp16"]), [1]))),
+])  # fmt: skip
+def test_another_plan_command_or_recipe_and_anew_get_a_new_folder(tmp_path, mine, interrupted, runs, more, anew, text):
     mine.write_text(text)
-    with comparison_folder(tmp_path / "out", command(*more), anew=anew) as folder:
+    with comparison_folder(tmp_path / "out", command_of(mine, runs, more), anew=anew) as folder:
         assert folder != interrupted
 
 
@@ -230,11 +232,3 @@ def test_one_that_is_running_is_left_alone(tmp_path, command, interrupted):
     with comparison_folder(tmp_path / "out", command()) as first:
         with comparison_folder(tmp_path / "out", command()) as second:
             assert first == interrupted and second != interrupted
-
-
-def test_arms_and_seeds_make_another_comparison(mine):
-    plans = [
-        command_of(mine, grid.with_seeds({arm: (f"a={arm}",) for arm in arms}, seeds), [])
-        for arms, seeds in (("xy", [1]), ("xy", [1, 2]), ("x", [1]))
-    ]
-    assert all(one != other for one, other in combinations(plans, 2))
