@@ -98,6 +98,12 @@ def test_what_verl_survives_raises_no_error(recipe, scale, edit):
     assert [str(fault) for fault in found if fault.severity == "error"] == [] and objection(config) == ""
 
 
+def test_each_row_has_a_witness():
+    words = {row[-1] for row in ROWS if not row[-1].startswith(("verl: ", "vllm: ", "by reading: ", "nobody"))}
+    assert words == set(WITNESSES)
+    assert len(ROWS) >= 28
+
+
 @pytest.mark.parametrize("row", [r for r in ROWS if not r[-1].startswith(("vllm: ", "by reading: ", "nobody"))], **ids)
 def test_verl_would_have_refused_it_or_the_witness_agrees(row):
     *_, recipe, scale, edit, witness = row

@@ -1,7 +1,4 @@
-"""One message a cause for the seeded collapse, none before it; a target's fault costs the run nothing.
-
-Recorded healthy runs raise no alarm, and so send none: tests/mismatch/test_alarm.py.
-"""
+"""One message a cause for the seeded collapse, none for healthy runs; a target's fault costs the run nothing."""
 
 import http.server
 import json
@@ -22,6 +19,7 @@ from verl_precision.tools.runs.read import read_metrics
 
 TESTS = Path(__file__).resolve().parents[2]
 RECORDED = TESTS / "mismatch" / "recorded"
+HEALTHY = [*RECORDED.glob("sanity_*.jsonl"), *(TESTS / "data" / "quickstart").rglob("*.jsonl")]
 SECRET = "services/T0/B0/secret"
 
 
@@ -86,6 +84,12 @@ def test_a_seeded_collapse_sends_one_message_and_says_no_secret(webhook, caplog)
     assert (message["meaning"], message["mistake"], message["severe"]) == (advice.meaning, advice.mistake, True)
     assert message["text"].startswith("my_run: ALARM gap_growth at step 39") and message["value"] > 1e-4
     assert steps[-1][FAILED_MESSAGES] == 0 and SECRET not in caplog.text
+
+
+@pytest.mark.parametrize("path", HEALTHY, ids=lambda path: path.stem)
+def test_a_healthy_run_sends_none(webhook, path):
+    run(trainer(webhook_env="ALARM_WEBHOOK"), read_metrics(path))
+    assert len(HEALTHY) >= 4 and webhook.got == []
 
 
 def test_a_resumed_run_does_not_repeat_itself(webhook, tmp_path):
