@@ -65,7 +65,7 @@ test-e2e: $(STAMP)
 		--durations=0 --durations-min=20 -m "e2e and not matrix" $(E2E)
 
 test-trl: $(TRL)/.installed
-	OMP_NUM_THREADS=1 $(TRL)/bin/python -m pytest -v -n $(WORKERS) --dist loadfile -m trl tests/trl
+	OMP_NUM_THREADS=1 $(TRL)/bin/python -m pytest -v -n $(WORKERS) --dist loadfile -m trl tests/with_trl
 
 test-matrix: $(STAMP) test-trl
 	@python=$$(sh requirements/find_python.sh) && "$$python" requirements/matrix/run_matrix.py $(PAIRS)
