@@ -20,6 +20,7 @@ from verl_precision.tools.runs.read import Run, read_runs
 from verl_precision.tools.show.figures import write_png
 
 LIKELY, UNLIKELY = "prob_1e-1_1", "prob_1e-3_1e-2"
+DRAWN = (STALLED, "shadow", "autocast", "fp16")  # arms of the figure; more hide each other
 FIRST, LAST, ALL = slice(0, WINDOW), slice(-WINDOW, None), slice(None)
 # What the thread names -> metric, its steps, its format.
 CLAIMS = {
@@ -67,7 +68,8 @@ def main() -> None:
     folder = parser.parse_args().folder
     runs = read_runs([folder])
     print(tables(runs), claims(runs), sep="\n\n")
-    write_png(folder / "phantom_clipping_trl.png", draw_comparison(recorded_content(runs)), "Phantom clipping in TRL")
+    drawn = [run for run in runs if run.path.parts[-3] in DRAWN] or runs
+    write_png(folder / "phantom_clipping_trl.png", draw_comparison(recorded_content(drawn)), "Phantom clipping in TRL")
 
 
 if __name__ == "__main__":
