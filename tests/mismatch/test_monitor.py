@@ -111,9 +111,15 @@ def test_old_weights_are_measured_apart_and_padding_is_no_tool_output():
     assert monitor.take_metrics()[names.TOOL_FRACTION] == pytest.approx(share)
 
 
-def test_a_shape_that_does_not_fit_is_refused_by_name():
-    with pytest.raises(ConfigurationError, match="response_mask"):
-        MismatchMonitor().measure(TENSORS["trainer"], TENSORS["rollout"], MASK[:, :3])
+@pytest.mark.parametrize(("change", "named"), [
+    ({"mask": MASK[:, :3]}, "response_mask"),
+    ({"ratio": "trainer"}, "ratio"),
+    ({"ratio": "shadow"}, "ratio"),
+    ({"shadow": TENSORS["shadow"]}, "advantages"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused_by_name(change, named):
+    with pytest.raises(ConfigurationError, match=named):
+        MismatchMonitor().measure(TENSORS["trainer"], TENSORS["rollout"], **({"mask": MASK} | change))
 
 
 EXAMPLES = """

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.mergeable import Mergeable, merge_by_name
 from verl_precision.losses.settings import ClipRange
 from verl_precision.mismatch.alarm import Alarm, MismatchAlarm, act_on
@@ -90,13 +91,19 @@ class MismatchMonitor:
             versions_behind: For each response, how many updates ago its weights were the trainer's. None: 0.
 
         Raises:
-            ConfigurationError: If shapes, layouts or types do not fit, or a shadow has no advantages. The values of
-                masked tokens have no effect. Tokens with a NaN, an infinite or a positive log-prob are counted and
+            ConfigurationError: If shapes, layouts or types do not fit, or what a shadow needs is missing. The values
+                of masked tokens have no effect. Tokens with a NaN, an infinite or a positive log-prob are counted and
                 left out.
         """
+        if ratio != "training" and (ratio != "shadow" or shadow is None):
+            raise ConfigurationError(setting="ratio", value=ratio, allowed="training; shadow, if there is a shadow")
+        if shadow is not None and advantages is None:
+            raise ConfigurationError(setting="advantages", value=None, allowed="advantages, where there is a shadow")
         others = {"mask": mask, "advantages": advantages, "ended": ended}
-        batch = flattened(trainer_log_probs, rollout_log_probs, **others)
-        self.add_batch(batch, versions_behind, _lengths(trainer_log_probs, batch.mask))
+        batch, lengths = flattened(trainer_log_probs, rollout_log_probs, **others), None
+        if not trainer_log_probs.is_nested:  # padding follows the last token that the policy wrote
+            lengths = (batch.mask.view(trainer_log_probs.shape).bool().flip(1).cumsum(dim=1) > 0).sum(dim=1)
+        self.add_batch(batch, versions_behind, lengths)
         if shadow is not None:
             with_shadow = flattened(trainer_log_probs, shadow, rollout_log_probs, **others)
             self.add(PHANTOM, PhantomStatistics.of_batch(with_shadow, self.clip, ratio == "training"))
@@ -149,10 +156,3 @@ class MismatchMonitor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state. An unreadable state raises `CheckpointStateError` and changes nothing."""
         self.alarm.load_state_dict(state)
-
-
-def _lengths(log_probs: Tensor, mask: Tensor) -> Tensor | None:
-    """Return the tokens of each padded response up to the last that the policy wrote; None if nothing is padded."""
-    if log_probs.is_nested:
-        return None
-    return (mask.view(log_probs.shape).bool().flip(1).cumsum(dim=1) > 0).sum(dim=1)

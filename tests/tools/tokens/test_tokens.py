@@ -117,6 +117,11 @@ def test_shadow_and_clip_give_phantom_clipping(tmp_path, typed):
     expected = PhantomStatistics.measure(PI, SHADOW, MU, MASK, ADVANTAGES, clip).metrics()
     assert expected["phantom/phantom_clipped_fraction"] > 0
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+    unsigned = [{name: value for name, value in row.items() if name != "advantages"} for row in rows]
+    write_lines(tmp_path / "a.tokens.jsonl", unsigned)
+    typed("tokens", tmp_path, "-o", tmp_path / "unsigned", "--clip", 0.2, 0.28)
+    found = json.loads((tmp_path / "unsigned" / "metrics.jsonl").read_text())["data"]
+    assert "phantom/beta_mean" in found and "phantom/clipped_fraction" not in found, "no sign, no word on clipping"
 
 
 class Runs:

@@ -193,8 +193,8 @@ def _measure(monitor: MismatchMonitor, chunk: list[Response]) -> None:
     batch = FlatBatch((pi, mu), mask != 0, advantages, offsets, torch.tensor([each.ended for each in chunk]))
     monitor.add_batch(batch)
     if shadow:
-        with_shadow = batch._replace(log_probs=(pi, *shadow, mu))
-        monitor.add(PHANTOM, PhantomStatistics.of_batch(with_shadow, monitor.clip))
+        clip = monitor.clip if advantages.any() else None  # without signs nothing is known of clipping
+        monitor.add(PHANTOM, PhantomStatistics.of_batch(batch._replace(log_probs=(pi, *shadow, mu)), clip))
     rewards = torch.tensor([float(each.reward) for each in chunk if each.reward is not None], dtype=torch.float64)
     if len(rewards):
         monitor.add(REWARD, _Rewards({REWARD: Mean(rewards.sum(), torch.ones_like(rewards).sum())}))
