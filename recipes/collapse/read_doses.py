@@ -44,14 +44,6 @@ class Outcome(NamedTuple):
     alarms: str
 
 
-def first_alarms(run: Run) -> dict[str, int]:
-    """Return the alarms of a run: name -> first step."""
-    first: dict[str, int] = {}
-    for alarm in RunView(run, 0).alarms:
-        first.setdefault(alarm.name, alarm.step)
-    return first
-
-
 def outcome_of(run: Run) -> Outcome:
     """Read a run in a folder <precision>_<dose>/seed_<n>."""
     precision, _, dose = run.path.parts[-3].rpartition("_")
@@ -61,7 +53,7 @@ def outcome_of(run: Run) -> Outcome:
 
     first, last = slice(0, WINDOW), slice(-WINDOW, None)
     rewards = [mean(REWARD, slice(i, i + WINDOW)) for i in range(max(1, len(run.rows) - WINDOW + 1))]
-    alarms = ", ".join(f"{name} {step}" for name, step in first_alarms(run).items())
+    alarms = ", ".join(f"{name} {step}" for name, step in RunView(run, 0).first_alarms.items())
     return Outcome(
         *(precision, int(dose), run.path.parts[-2].removeprefix("seed_"), len(run.rows)),
         *(mean(metric, first) for metric in (K3, PEARSON, SPREAD, SAMPLE, REWARD)),

@@ -36,14 +36,6 @@ def half_gain_step(run: Run) -> float:
     return next((step for step, gain in enumerate(gains(run), 1) if gain >= 0.5), float("inf"))
 
 
-def first_alarms(run: Run) -> dict[str, int]:
-    """Return the alarms of a run: name -> first step."""
-    first: dict[str, int] = {}
-    for alarm in RunView(run, 0).alarms:
-        first.setdefault(alarm.name, alarm.step)
-    return first
-
-
 def tables(runs: list[Run]) -> str:
     """Return both tables as Markdown."""
     arms: dict[str, dict[str, Run]] = defaultdict(dict)
@@ -63,7 +55,7 @@ def tables(runs: list[Run]) -> str:
                 for name in (CLIPPED, GAP, CROSSINGS, K3)
             )
             half = half_gain_step(run)
-            alarms = ", ".join(f"{name} {step}" for name, step in first_alarms(run).items()) or "none"
+            alarms = ", ".join(f"{name} {step}" for name, step in RunView(run, 0).first_alarms.items()) or "none"
             lines.append(
                 f"| `{arm}` | {seed.removeprefix('seed_')} | {first:.2f} | {last:.2f} | "
                 f"{half if half < float('inf') else 'none'} | {clipped:.0%} | {gap:.3f} | {crossings:.1%} | {k3:.1e} | "

@@ -231,7 +231,7 @@ def merge_by_name(pieces: Iterable[Mapping[NameT, MergeableT]]) -> dict[NameT, M
 class StatisticSet:
     """Statistics by name that are merged and reported together."""
 
-    prefix: ClassVar[str]  # the names of all metrics begin with it
+    prefix: ClassVar[str] = ""  # the names of all metrics begin with it
     statistics: Mapping[str, Statistic] = field(default_factory=dict)
 
     @classmethod

@@ -7,7 +7,6 @@ turn of an agent loop is a maximal run of tokens that the policy wrote, by the r
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -102,8 +101,6 @@ def turns_of(mask_N: Tensor, offsets: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class MismatchByTurn(StatisticSet):
     """The metrics `mismatch/turn_<k>/...`, mergeable; empty if no response has a second turn."""
-
-    prefix: ClassVar[str] = ""
 
     @classmethod
     @torch.no_grad()

@@ -60,6 +60,14 @@ class RunView:
             with self._said():
                 self.expected = expected_of(run.path)
 
+    @property
+    def first_alarms(self) -> dict[str, int]:
+        """The step at which each alarm was first raised, in the order of these steps."""
+        first: dict[str, int] = {}
+        for alarm in self.alarms:
+            first.setdefault(alarm.name, alarm.step)
+        return first
+
     @contextmanager
     def _said(self) -> Iterator[None]:
         try:

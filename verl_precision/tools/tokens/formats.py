@@ -167,10 +167,6 @@ def dumps_in(folder: Path) -> tuple[Reader, list[Path]]:
     raise ConfigurationError(problem, setting="FOLDER", value=str(folder), allowed=allowed, remedy=_PLAIN)
 
 
-class _Rewards(StatisticSet):
-    prefix = ""
-
-
 def rows_of(responses: Iterable[Response], clip: ClipRange | None = None) -> list[dict[str, Any]]:
     """Return the rows of verl's metrics file in the order of steps; a step's responses may lie apart."""
     steps, tokens = dict[int, MismatchMonitor](), 0
@@ -197,4 +193,4 @@ def _measure(monitor: MismatchMonitor, chunk: list[Response]) -> None:
         monitor.add(PHANTOM, PhantomStatistics.of_batch(batch._replace(log_probs=(pi, *shadow, mu)), clip))
     rewards = torch.tensor([float(each.reward) for each in chunk if each.reward is not None], dtype=torch.float64)
     if len(rewards):
-        monitor.add(REWARD, _Rewards({REWARD: Mean(rewards.sum(), torch.ones_like(rewards).sum())}))
+        monitor.add(REWARD, StatisticSet({REWARD: Mean(rewards.sum(), torch.ones_like(rewards).sum())}))
