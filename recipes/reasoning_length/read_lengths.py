@@ -1,0 +1,174 @@
+"""The reward that is gained, and the spread of log-weights, by the length of the reasoning; measured and predicted.
+
+    python recipes/reasoning_length/read_lengths.py outputs/reasoning_length/*-*
+    python recipes/reasoning_length/read_lengths.py tests/mismatch/recorded/reasoning_length --figure docs/length.png
+
+The script reads runs in folders <precision>_<estimator>_<tokens>/seed_<n>. The mismatch is the mean of all steps, the
+reward that of the first three and of the last four. The prediction needs the k3 and the length alone.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+
+from verl_precision.mismatch.prediction import predicted_spread
+from verl_precision.tools.runs.content import RunView
+from verl_precision.tools.runs.read import Run, read_runs
+from verl_precision.tools.show.colours import PRECISIONS
+from verl_precision.tools.show.figures import style
+from verl_precision.tools.show.tables import markdown_table
+
+FIRST, LAST = 3, 4  # steps
+REWARD, K3 = "critic/score/mean", "mismatch/k3_kl"
+SPREAD, SHARE = "mismatch/sequence_log_ratio_std", "mismatch/sequence_ess_fraction"
+LINES = {"pg_seq_is": "-", "grpo_token_tis": "--"}
+KEPT = (
+    REWARD,
+    K3,
+    SPREAD,
+    SHARE,
+    "response_length/mean",
+    "actor/grad_norm",
+    "timing_s/gen",
+    "timing_s/update_actor",
+    "timing_s/step",
+)
+
+
+class Outcome(NamedTuple):
+    """The result of one run at its length; the mismatch is a mean over all steps."""
+
+    precision: str
+    estimator: str
+    tokens: int  # of reasoning
+    seed: str
+    steps: int
+    k3: float
+    spread: float  # nats
+    share: float  # effective responses over all responses
+    first: float  # reward
+    last: float
+    seconds: float  # a step, median
+    alarms: str
+
+    @property
+    def predicted(self) -> float:
+        """Return the spread that k3 and the length predict, with the answer and the end."""
+        return predicted_spread(self.k3, self.tokens + 2)
+
+
+def outcome_of(run: Run) -> Outcome:
+    """Read a run in a folder <precision>_<estimator>_<tokens>/seed_<n>."""
+    arm, seed = run.path.parts[-3:-1] if run.path.is_file() else run.path.parts[-2:]
+    precision, _, rest = arm.partition("_")
+    estimator, _, tokens = rest.rpartition("_")
+
+    def mean(metric: str, rows: slice = slice(None)) -> float:
+        return statistics.fmean(row[metric] for row in run.rows[rows])
+
+    alarms = ", ".join(f"{name} {step}" for name, step in RunView(run, 0).first_alarms.items())
+    return Outcome(
+        *(precision, estimator, int(tokens), seed.removeprefix("seed_"), len(run.rows)),
+        *(mean(metric) for metric in (K3, SPREAD, SHARE)),
+        *(mean(REWARD, slice(FIRST)), mean(REWARD, slice(-LAST, None))),
+        *(statistics.median(row["timing_s/step"] for row in run.rows), alarms or "none"),
+    )
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Return the outcomes as Markdown, by length."""
+    columns = ["tokens", "estimator", "precision", "seed", "k3", "spread", "√(2 k3 T)", "effective share", "exp(-s²)"]
+    columns += ["reward, first", "last", "gain", "s a step", "alarms, by step"]
+    rows = [
+        [
+            *(f"{each.tokens:,}", f"`{each.estimator}`", each.precision, each.seed, f"{each.k3:.1e}"),
+            *(
+                f"{each.spread:.2f}",
+                f"{each.predicted:.2f}",
+                f"{each.share:.2f}",
+                f"{math.exp(-(each.predicted**2)):.2f}",
+            ),
+            *(
+                f"{each.first:.2f}",
+                f"{each.last:.2f}",
+                f"{each.last - each.first:+.2f}",
+                f"{each.seconds:.0f}",
+                each.alarms,
+            ),
+        ]
+        for each in sorted(
+            outcomes, key=lambda each: (each.tokens, each.estimator != "pg_seq_is", each.precision, each.seed)
+        )
+    ]
+    return "\n".join(markdown_table(columns, rows))
+
+
+def draw(outcomes: list[Outcome]) -> Figure:
+    """Return spread and gain of reward against the length: a point for each run, lines through the means."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    spreads, gains = figure.subplots(1, 2)
+    for (precision, colour), estimator in ((each, name) for each in PRECISIONS.items() for name in LINES):
+        own = [each for each in outcomes if (each.precision, each.estimator) == (precision, estimator)]
+        lengths = sorted({each.tokens for each in own})
+        at = {length: [each for each in own if each.tokens == length] for length in lengths}
+        gain = [statistics.fmean(each.last - each.first for each in at[length]) for length in lengths]
+        label = f"{precision.upper()}, {estimator}"
+        gains.plot(lengths, gain, LINES[estimator], color=colour, label=label)
+        gains.plot(
+            [each.tokens for each in own], [each.last - each.first for each in own], "o", color=colour, alpha=0.5
+        )
+        if estimator == "pg_seq_is" and own:
+            shortest = statistics.fmean(each.k3 for each in at[lengths[0]])
+            drawn = [2**power for power in range(7, 14)]
+            predicted = [predicted_spread(shortest, length) for length in drawn]
+            spreads.plot(
+                drawn, predicted, ":", color=colour, label=f"{precision.upper()}, predicted from {lengths[0]} tokens"
+            )
+        spreads.plot([each.tokens for each in own], [each.spread for each in own], "o", color=colour, alpha=0.5)
+    style(spreads, "tokens of reasoning", "spread of log-weights, nats")
+    style(gains, "tokens of reasoning", f"reward, last {LAST} steps less first {FIRST}")
+    for axes in (spreads, gains):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.legend(frameon=False, fontsize=8)
+    spreads.set_yscale("log")
+    return figure
+
+
+def record(runs: list[Run], folder: Path) -> None:
+    """Write the metrics that this script reads, of each run, where a repository can keep them."""
+    for run in runs:
+        arm, seed = run.path.parts[-3:-1] if run.path.is_file() else run.path.parts[-2:]
+        (folder / arm / seed).mkdir(parents=True, exist_ok=True)
+        with (folder / arm / seed / "metrics.jsonl").open("w") as file:
+            for row in run.rows:
+                alarms = {key: value for key, value in row.items() if key.startswith("alarm/") and value}
+                data = {key: float(f"{row[key]:.6g}") for key in KEPT if key in row} | alarms
+                file.write(json.dumps({"step": int(row["step"]), "data": data}) + "\n")
+
+
+def main() -> None:
+    """Read the folders, print and draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path, help="with <precision>_<estimator>_<tokens>/seed_<n> in it")
+    parser.add_argument("--figure", type=Path, help="where the figure goes; without it only the table is printed")
+    parser.add_argument(
+        "--record", type=Path, help="a folder that gets the rows of each run, without what is not read here"
+    )
+    arguments = parser.parse_args()
+    runs = read_runs([folder for folder in arguments.folders if folder.is_dir()])
+    outcomes = [outcome_of(run) for run in runs]
+    print(table(outcomes))
+    if arguments.figure:
+        draw(outcomes).savefig(arguments.figure, dpi=100)
+    if arguments.record:
+        record(runs, arguments.record)
+
+
+if __name__ == "__main__":
+    main()
