@@ -126,7 +126,7 @@ EXAMPLES = """
 import sys
 sys.modules |= dict.fromkeys(("verl", "vllm", "ray", "hydra", "omegaconf", "tensordict", "transformers"))
 import doctest, importlib, torch
-for name in ("mismatch.monitor", "mismatch.statistics", "losses.aggregation"):
+for name in ("mismatch.monitor", "mismatch.statistics", "losses.aggregation", "losses.grpo"):
     module = importlib.import_module(f"verl_precision.{name}")
     done = doctest.testmod(module, extraglobs={"torch": torch})
     assert done.attempted and not done.failed, (name, done)
