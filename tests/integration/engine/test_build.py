@@ -92,14 +92,9 @@ def test_what_a_step_of_somebody_else_leaves_takes_part(monkeypatch):
             yield
             seen.append("after")
 
-        engine.parts.append(
-            EnginePart(
-                watched=lambda data, loss: lambda data: loss(data) + 1,
-                around_step=around_step,
-                sent=lambda weights: ((name, 2 * weight) for name, weight in weights),
-                take_metrics=lambda: {"mine": 3.0},
-            )
-        )
+        places = {"watched": lambda data, loss: lambda data: loss(data) + 1, "take_metrics": lambda: {"mine": 3.0}}
+        places |= {"sent": lambda weights: ((name, 2 * weight) for name, weight in weights)}
+        engine.parts.append(EnginePart(**places, around_step=around_step))
         return module
 
     point = metadata.EntryPoint("watch_routing", "mine:step", "verl_precision.engine")

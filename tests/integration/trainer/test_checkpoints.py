@@ -60,9 +60,7 @@ def test_half_a_checkpoint_is_told_from_a_whole_one(tmp_path, damage):
     assert is_complete(path, contents=["model", "hf_model"]) is (damage in ("half of a shard", "optimizer removed"))
 
 
-@pytest.mark.parametrize(
-    "said", [None, "", "140", "120", "words", "-3", "100.0", "1" + "0" * 400, "\u0661\u0660\u0660", "²"]
-)
+@pytest.mark.parametrize("said", [None, "", *"140 120 words -3 100.0 \u0661\u0660\u0660 ²".split(), "1" + "0" * 400])
 def test_an_unusable_tracker_names_the_newest_complete_checkpoint_and_this_is_said(config, folder, said, caplog):
     """verl alone: ValueError, or from scratch beside an intact checkpoint, or from half a one."""
     if said is not None:
@@ -102,11 +100,9 @@ def test_a_rubbish_tracker_is_mended_where_that_can_be_and_else_refused(config, 
     assert str(folder / TRACKER) in str(refused.value) and len(str(refused.value)) < 1000
 
 
-@pytest.mark.parametrize("change", [
-    {"trainer": {"resume_mode": "disable"}}, {"actor_rollout_ref": {"actor": {"strategy": "megatron"}}}
-])  # fmt: skip
+@pytest.mark.parametrize("change", ["trainer.resume_mode=disable", "actor_rollout_ref.actor.strategy=megatron"])
 def test_where_verl_does_not_resume_by_it_or_another_engine_saves_nothing_is_touched(config, folder, change):
-    config.merge_with(change)
+    config.merge_with_dotlist([change])
     mend_tracker(config)
     assert not (folder / TRACKER).exists()
 

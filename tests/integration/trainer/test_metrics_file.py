@@ -65,13 +65,8 @@ def test_a_run_from_scratch_starts_a_series_and_the_former_one_is_kept(files):
 
 def test_a_line_that_is_no_row_is_kept_aside_and_costs_no_other(files):
     train(started(0), range(1, 3), 1.0)
-    lines = (
-        *(line.replace(b"\n", b" ") for line in FOREIGN.values()),
-        b'{"step": "2"}',
-        b'{"step": NaN}',
-        b'{"step": null}',
-        b'{"step": 3, "data": {"rew',  # torn: of a killed run
-    )
+    odd = b'{"step": "2"}', b'{"step": NaN}', b'{"step": null}', b'{"step": 3, "data": {"rew'  # torn: of a killed run
+    lines = *(line.replace(b"\n", b" ") for line in FOREIGN.values()), *odd
     with files.metrics.open("ab") as file:
         file.write(b"".join(line + b"\n" for line in lines))
     train(started(2), range(3, 4), 2.0)

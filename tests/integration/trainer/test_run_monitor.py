@@ -15,15 +15,7 @@ from verl_precision.base.errors import CheckpointStateError, MismatchAlarmError
 from verl_precision.base.mergeable import Count, Mean
 from verl_precision.engine.shadow import OF_SHADOW
 from verl_precision.integration.engine import measurement
-from verl_precision.integration.engine.measurement import (
-    FAILED,
-    MISMATCH,
-    PHANTOM,
-    REQUEST,
-    TURNS,
-    VERSIONS_BEHIND,
-    MeasureOrder,
-)
+from verl_precision.integration.engine.measurement import FAILED, MISMATCH, PHANTOM, REQUEST, MeasureOrder
 from verl_precision.integration.trainer.run_monitor import ALARM_FILE, STEP_METRICS, RunMonitor, fetch
 from verl_precision.losses.settings import ClipRange
 from verl_precision.mismatch.groups import MismatchByVersion
@@ -173,14 +165,9 @@ def nested(rows):
 
 def micro_batch(**changes):
     """Two responses of 2 and 1 tokens after prompts of 1 and 2: log-probs are shifted by one."""
-    rows = {
-        "prompts": [[5], [5, 6]],
-        "responses": [[7, 8], [9]],
-        "response_mask": [[1, 1], [1]],
-        "advantages": [[1.0, 1.0], [-1.0]],
-        "old_log_probs": [[-1.0, -2.0], [-3.0]],
-        "rollout_log_probs": [[-1.1, -2.2], [-3.3]],
-    } | changes
+    rows = {"prompts": [[5], [5, 6]], "responses": [[7, 8], [9]], "response_mask": [[1, 1], [1]]}
+    rows |= {"old_log_probs": [[-1.0, -2.0], [-3.0]], "rollout_log_probs": [[-1.1, -2.2], [-3.3]]}
+    rows |= {"advantages": [[1.0, 1.0], [-1.0]], **changes}
     return tu.get_tensordict({key: nested(value) for key, value in rows.items() if value is not None}, {})
 
 
@@ -192,7 +179,7 @@ def found_by(request: MeasureOrder, shadow, data) -> tuple[dict, dict]:
     """Return the metrics of the gap, and of alpha and beta."""
     output = {"log_probs": TRAINER} | ({} if shadow is None else {OF_SHADOW: shadow})
     found = measurement.measure(request, output, data)
-    asked = {TURNS} if request["mismatch"] else set()
+    asked = {measurement.TURNS} if request["mismatch"] else set()
     assert set(found) == {MISMATCH, PHANTOM, FAILED} | asked and found[FAILED].aggregate() == 0
     return found[MISMATCH].aggregate().metrics(), found[PHANTOM].aggregate().metrics()
 
@@ -208,18 +195,14 @@ def test_a_micro_batch_is_measured_against_the_rollout():
 
 def test_the_worker_learns_which_responses_are_behind(monkeypatch):
     """After an update within the step no response is of the weights that score it."""
-    put = []
-    monkeypatch.setattr(
-        "transfer_queue.kv_batch_put",
-        lambda keys, partition_id, fields: put.append(fields) or SimpleNamespace(fields=["prompts", *fields.keys()]),
-    )
+    queue, behind = Queue(prompts=[]), measurement.VERSIONS_BEHIND
+    monkeypatch.setattr("transfer_queue.kv_batch_put", queue.put)
     for updates, expected in ((0, [0, 1]), (1, [1, 2])):
         batch = batch_of(4, 3, extra_info={})
         monitor(BYPASS).ask_the_worker(batch, 5, updates)
-        assert put.pop()[VERSIONS_BEHIND].flatten().tolist() == expected
-        assert batch.fields == ["prompts", VERSIONS_BEHIND]
+        assert queue.pop(behind).flatten().tolist() == expected and batch.fields == ["prompts", behind]
     monitor(BYPASS).ask_the_worker(batch_of(4, 4, extra_info={}), 5, 0)
-    assert not put, "all are current: nothing to say"
+    assert [*queue] == ["prompts"], "all are current: nothing to say"
 
 
 def test_a_failing_micro_batch_is_logged_counted_and_left_out(caplog):

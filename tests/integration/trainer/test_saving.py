@@ -7,16 +7,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.integration.trainer.saving import (
-    END,
-    EXIT_ASKED_TO_END,
-    SAVE,
-    Saving,
-    SignalRequests,
-    checkpoint_settings,
-    every_minutes,
-    saves,
-)
+from verl_precision.integration.trainer import saving as ours
+from verl_precision.integration.trainer.saving import END, EXIT_ASKED_TO_END, SAVE, Saving, SignalRequests
 
 # A driver with a real Ray: `ray.init` sets its own handler, and `ray.get` waits for the trainer, as verl's does.
 DRIVER = """
@@ -54,10 +46,8 @@ def requests(tmp_path) -> SignalRequests:
 
 def saving_in(folder, minutes=0.0, now=lambda: 0.0) -> Saving:
     """Return the callback of a trainer in its last step but one, with a clock of its own."""
-    config = {"trainer": {"default_local_dir": str(folder)}, "checkpoint": {"every_minutes": minutes}}
-    made = SimpleNamespace(
-        config=OmegaConf.create(config), global_steps=1, total_training_steps=2, timing_raw={}, saved=0
-    )
+    config = OmegaConf.create({"trainer": {"default_local_dir": str(folder)}, "checkpoint": {"every_minutes": minutes}})
+    made = SimpleNamespace(config=config, global_steps=1, total_training_steps=2, timing_raw={}, saved=0)
     made.monitor = SimpleNamespace(save=lambda folder, row: None)
     saving = Saving(made, now)
 
@@ -104,15 +94,15 @@ def test_what_a_signal_asks_for_counts_once(tmp_path, requests):
 def test_settings_that_cannot_work_are_refused(block, words):
     config = OmegaConf.create({"checkpoint": block, "trainer": {"save_freq": -1}})
     with pytest.raises(ConfigurationError, match=words):
-        checkpoint_settings(config)
-    assert not saves(config), "rules go on"
+        ours.checkpoint_settings(config)
+    assert not ours.saves(config), "rules go on"
 
 
 @pytest.mark.parametrize(("scale", "minutes"), [("8x8_h100", 60), ("1x8_a100", 60), ("1x1_gpu", 0), ("cpu_2nodes", 0)])
 def test_clusters_save_by_the_hour_and_a_tiny_model_by_steps(compose_verl, scale, minutes):
     config = compose_verl(f"+scale={scale}", "trainer.save_freq=-1")
-    assert checkpoint_settings(config).every_minutes == every_minutes(config) == minutes
-    assert saves(config) is (minutes > 0)
+    assert ours.checkpoint_settings(config).every_minutes == ours.every_minutes(config) == minutes
+    assert ours.saves(config) is (minutes > 0)
 
 
 @pytest.mark.parametrize(("number", "saving", "code", "said"), [

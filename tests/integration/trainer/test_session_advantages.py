@@ -14,14 +14,9 @@ REWARDS = [0.0, 1.0, 1.0, 1.0, 0.0]
 
 
 def advantages(estimator: str, keys=KEYS, rewards=REWARDS) -> list[float]:
-    rows = len(keys)
-    data = DataProto.from_dict(
-        tensors={
-            "token_level_rewards": torch.tensor(rewards).unsqueeze(-1) * torch.tensor([0.0, 1.0]),
-            "response_mask": torch.ones(rows, 2),
-        },
-        non_tensors={"uid": np.array(["u"] * rows, dtype=object)},
-    )
+    scores = torch.tensor(rewards).unsqueeze(-1) * torch.tensor([0.0, 1.0])
+    tensors = {"token_level_rewards": scores, "response_mask": torch.ones_like(scores)}
+    data = DataProto.from_dict(tensors, non_tensors={"uid": np.array(["u"] * len(keys), dtype=object)})
     # under the name by which verl's trainer calls it
     data = trainer_base.compute_advantage_for_multi_trajectories(
         data, batch_keys=keys, adv_estimator=estimator, num_repeat=3, norm_adv_by_std_in_grpo=False, config={}
