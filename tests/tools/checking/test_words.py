@@ -71,12 +71,8 @@ def test_a_key_is_answered_with_todays_word_of_the_commands_engine(key, engine, 
 def test_every_unknown_key_is_named_at_once(findings):
     wrong = {"data.val_data_num": "-1", "max_turns": "4", "trainer.save_frq": "5", "algorithm.no_think_rl": "False"}
     words = [f"{key}={value}" for key, value in wrong.items()]
-    added = [
-        "+trainer.val_only=False",
-        "+reward_model.reward_kwargs.max_resp_len=5",
-        "reward_model.reward_manager=dapo",
-    ]
-    code, found = findings(*ON_GPUS, *words, "~trainer.nothing", *added, "+precision=fp16")
+    words += ["~trainer.nothing", "+trainer.val_only=False", "+reward_model.reward_kwargs.max_resp_len=5"]
+    code, found = findings(*ON_GPUS, *words, "reward_model.reward_manager=dapo", "+precision=fp16")
     said = {each["setting"]: each["remedy"] for each in found}
     assert code == 1 and len(found) == len(said)
     assert set(said) >= {*wrong, "trainer.nothing", "trainer.val_only", "reward_model.reward_kwargs.max_resp_len"}

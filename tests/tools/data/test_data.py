@@ -21,10 +21,8 @@ VERL_ROW = {
     "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
     "extra_info": {"index": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079"},
 }
-MATH_ROWS = [
-    {"problem": f"Problem {n}?", "level": "Level 1", "type": "Algebra", "solution": f"$\\boxed{{{n}}}$"}
-    for n in range(5)
-]
+KIND = {"level": "Level 1", "type": "Algebra"}
+MATH_ROWS = [{"problem": f"Problem {n}?", "solution": f"$\\boxed{{{n}}}$", **KIND} for n in range(5)]
 
 
 @pytest.fixture
@@ -104,9 +102,7 @@ def test_sets_to_evaluate_on(write, name, row, answer, source):
 def test_the_configuration_of_a_repository_is_asked_for_and_no_network_says_what_to_do(monkeypatch, tmp_path):
     load_dataset = Mock(side_effect=ConnectionError("no network"))
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    with pytest.raises(
-        EnvironmentMismatchError, match="openai/gsm8k cannot be downloaded.*--source FILE.*or --synthetic"
-    ):
+    with pytest.raises(EnvironmentMismatchError, match="openai/gsm8k cannot be downloaded.*--source FILE.*--synthetic"):
         prepare("gsm8k", tmp_path / "out.parquet")
     load_dataset.assert_called_once_with(path="openai/gsm8k", name="main", data_files=None, split="test")
 

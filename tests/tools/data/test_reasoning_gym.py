@@ -35,10 +35,8 @@ def test_rows_are_verls_and_the_reward_reads_them(write, tmp_path):
     assert len(problems) == len(rows)
     for problem in problems:
         entry = json.loads(problem.ground_truth)["entry"]
-        assert problem.prompt == [
-            {"role": "system", "content": INSTRUCTIONS[0]},
-            {"role": "user", "content": entry["question"]},
-        ]
+        system, user = {"role": "system", "content": INSTRUCTIONS[0]}, {"role": "user", "content": entry["question"]}
+        assert problem.prompt == [system, user]
         assert reward.is_correct(problem, f"I think so.\nAnswer: {entry['answer']}")
         assert not reward.is_correct(problem, "Answer: 7.77")
 

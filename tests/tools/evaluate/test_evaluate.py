@@ -71,14 +71,9 @@ def test_the_standard_error_is_the_spread_of_repeated_evaluations():
     """2,000 sets of 30 problems, each with its own difficulty and 4 responses: avg@4 spreads by its standard error."""
     generator = np.random.default_rng(1)
     right = generator.random((2000, 30, 4)) < generator.beta(0.5, 0.5, (2000, 30, 1))
-    names = [f"{number}" for number in range(30)]
-    sets = [
-        {"context": 8, "data": number, "dtype": "fp16", "problem": name, "correct": one}
-        for number, of_set in enumerate(right.tolist())
-        for name, of_problem in zip(names, of_set, strict=True)
-        for one in of_problem
-    ]
-    found = accuracy.accuracies(pd.DataFrame(sets).assign(truncated=False, tokens=1))
+    rows = [(number, str(name), bool(one)) for (number, name, _), one in np.ndenumerate(right)]
+    drawn = pd.DataFrame(rows, columns=["data", "problem", "correct"])
+    found = accuracy.accuracies(drawn.assign(context=8, dtype="fp16", truncated=False, tokens=1))
     assert found["standard_error"].mean() == pytest.approx(found["average"].std(), rel=0.05)
     as_if_independent = np.sqrt(right.mean() * (1 - right.mean()) / 120)
     assert found["standard_error"].mean() > 1.4 * as_if_independent
@@ -149,11 +144,8 @@ def test_other_data_and_damaged_journals_are_refused(evaluate, tmp_path):
     with pytest.raises(ConfigurationError, match="reward: 'reward.py:compute_score@.*' there, 'verl' now; data: "):
         evaluate(data=(tmp_path / "sums.jsonl",), reward="verl")
     assert journal.read_bytes() == before
-    for damage in (
-        {},  # there twice
-        *({"dtype": "fp32"}, {"problem": "x"}, {"response": 5}, {"correct": [True]}, {"correct": [1, 0]}),
-    ):
-        record = {**json.loads(before.splitlines()[1]), **damage}
+    for damage in ({}, {"dtype": "fp32"}, {"problem": "x"}, {"response": 5}, {"correct": [True]}, {"correct": [1, 0]}):
+        record = {**json.loads(before.splitlines()[1]), **damage}  # without damage it is there twice
         journal.write_bytes(before + json.dumps(record).encode() + b"\n")
         with pytest.raises(CheckpointStateError, match="is none of this job's"):
             evaluate()

@@ -97,9 +97,7 @@ def drawn(tmp_path, row, write_rows, made_up, write_reward):
     def of(verdicts):
         data = write_rows(tmp_path / "data.jsonl", [row(number) for number in range(len(verdicts))])
         names = [problem.identifier for problem in read_data_set(data).problems]
-        texts = {
-            (name, n): str(right) for name, each in zip(names, verdicts, strict=True) for n, right in enumerate(each)
-        }
+        texts = {(name, n): str(one) for name, each in zip(names, verdicts, strict=True) for n, one in enumerate(each)}
         made_up.answer = lambda name, request: Response(*request.key, 10, texts[request.key])
         right = write_reward("return solution_str == 'True'")
         return {"data": data, "model": "tiny:qwen3", "output": tmp_path / "out", "reward": right}

@@ -24,9 +24,7 @@ sys.path.append(str(Path(__file__).parents[2] / "losses"))
 from plain_equations import case_for, plain_gradient, random_case
 
 WEIGHED = {"grpo_token_tis": 2.0, "grpo_seq_mis": 3.0, "geo_mask": "0.999_1.001", "icepop": "0.5_5.0", "kpop": 0.1}
-BY_NAME = {
-    name: LossInUse(name, "vp_grpo", {}, False, f"vp_{name.removeprefix('grpo_')}", C) for name, C in WEIGHED.items()
-}
+BY_NAME = {n: LossInUse(n, "vp_grpo", {}, False, f"vp_{n.removeprefix('grpo_')}", C) for n, C in WEIGHED.items()}
 DIRECT = ("grpo", "gspo", "cispo", "pg_seq_tis", "pg_seq_mis", "dppo_tv", "dppo_kl", "off_policy_sequence_mask")
 BY_NAME |= {name: LossInUse(name, f"vp_{name}") for name in DIRECT}
 IN_BYPASS_MODE = ("grpo", "gspo", "cispo")
@@ -105,9 +103,8 @@ def test_a_rejected_response_is_masked_before_it_is_clipped():
 
 
 def test_tool_output_is_not_the_policys_and_a_number_that_is_none_leaves_a_response_out():
-    assert said(GRPO, tokens_of([0.3, math.nan, 0.3], mask=[1, 0, 1])) == [
-        *("phantom-clipped", "not the policy's", "phantom-clipped")
-    ]
+    expected = ["phantom-clipped", "not the policy's", "phantom-clipped"]
+    assert said(GRPO, tokens_of([0.3, math.nan, 0.3], mask=[1, 0, 1])) == expected
     assert said(GRPO, tokens_of([0.0, math.nan])) == ["masked", "masked"]
 
 
@@ -142,9 +139,7 @@ def test_who_is_said_to_have_lost_its_gradient_has_none_and_nobody_else(name, se
         kept = mask & ~lost
         scales += (gradient[row][kept] * length / slopes[kept]).tolist()
         found |= {DECISIONS[code] for code in decided.codes}
-    assert scales == pytest.approx([scales[0]] * len(scales), rel=1e-5), (
-        "slopes are the gradient's, but for aggregation"
-    )
+    assert scales == pytest.approx([scales[0]] * len(scales), rel=1e-5), "the gradient's, but for aggregation"
     assert found & {"clipped", "masked", "truncated"}, "the case decides something"
 
 

@@ -10,26 +10,12 @@ import pytest
 from verl_precision.base.errors import PatchError, VerlPrecisionError
 from verl_precision.base.files import shipped_folder
 from verl_precision.tools.patching import series as patching
-from verl_precision.tools.patching.series import (
-    State,
-    Tree,
-    available,
-    change_tree,
-    check_tree,
-    load_series,
-    read_patches,
-    sha256,
-)
+from verl_precision.tools.patching.series import State, Tree, available, change_tree, check_tree, load_series, sha256
 
 APPLIED, PRISTINE = State.APPLIED, State.PRISTINE
 # The files of a small release, and what each holds with its series.
 CORE, CONFIG, NEW, TEST = "verl/core.py", "verl/config.yaml", "verl/extra/new.py", "tests/test_new.py"
-PATCHED = {
-    CORE: b"a = 10\r\nb = 20\n",
-    CONFIG: b"x: 1\n" * 4 + b"x: 2\n",
-    NEW: b"c = 3\n",
-    TEST: b"def test_c(): pass\n",
-}
+PATCHED = {CORE: b"a = 10\r\nb = 20\n", CONFIG: b"x: 1\n" * 4 + b"x: 2\n", NEW: b"c = 3\n", TEST: b"def test(): ...\n"}
 LONG = "and this title goes on and on until a mail has to fold it"
 
 
@@ -65,7 +51,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     git(work, "add", "-A")
     git(work, "commit", "-qm", "[cfg] feat: x is two, c is new")
     git(work, "format-patch", "-q", "--no-signature", "-n", "-o", str(series), "HEAD~2")
-    files = {path for patch in read_patches(series) for path in patch.files}
+    files = {path for patch in patching.read_patches(series) for path in patch.files}
     hashes = {path: {"pristine": sha256(release / path), "patched": sha256(work / path)} for path in sorted(files)}
     (series / "hashes.json").write_text(json.dumps({"verl": "1.2.3", "files": hashes}))
     return folder

@@ -68,10 +68,8 @@ def test_the_verdicts_of_the_authors():
     (r"5\text{ m}", r"5\text{ cm}", 1), (r"\boldsymbol{73}", "73", 0), ("0 < x < 12.5", "(0, 12.5)", 0),
 ])  # fmt: skip
 def test_as_published_gives_the_authors_verdict_where_mathematics_gives_the_other(answer, truth, published):
-    for response, score in (
-        (f"\\boxed{{{answer}}}", boxed_answer),
-        (f"</think> <answer>{answer}</answer>", answer_tag),
-    ):
+    boxed, tagged = f"\\boxed{{{answer}}}", f"</think> <answer>{answer}</answer>"
+    for response, score in ((boxed, boxed_answer), (tagged, answer_tag)):
         scores = [score.compute_score("math", response, truth, as_published=which) for which in (True, False)]
         found = [one if isinstance(one, float) else one["acc"] for one in scores]
         assert found == [published, 1 - published]

@@ -31,7 +31,6 @@ def test_a_seed_that_is_not_finite_leaves_a_gap_and_one_that_is_shorter_leaves_t
     seeds = [{1: 1.0, 2: math.nan, 3: 3.0}, {1: 2.0, 2: 4.0}]
     assert band_of(seeds) == [[1, 2, 3], [1.5, pytest.approx(math.nan, nan_ok=True), 3.0], [1, 4, 3], [2, 4, 3]]
     assert band_of(seeds[1:]) == [[1, 2], [2.0, 4.0]]
-    assert band_of([{1: 0.0, 2: last} for last in (1.0, 2.0, 6.0)]) == [[1, 2], [0, 3], [0, 1], [0, 6]]
 
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"

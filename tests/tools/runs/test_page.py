@@ -56,9 +56,7 @@ def test_the_page_loads_nothing_and_no_text_of_a_run_is_html():
     names = ["a <b> & 'c'", "</script><b>", "<!--", "\u2028"]
     html = page(recorded_content([run_of(name, growing, steps=2) for name in names]))
     assert not re.search(r"https?://(?!www.w3.org/2000/svg)|(src|href)\s*=\s*[\"']?\s*//|@import|\burl\(", html)
-    assert not re.search(
-        r"<(link|iframe|img)|<script src|innerHTML|insertAdjacentHTML|document\.write|eval\(", html, re.I
-    )
+    assert not re.search(r"(?i)<(link|iframe|img|script src)|innerHTML|insertAdjacentHTML|document\.write|eval\(", html)
     assert html.count("<script") == html.count("</script>") == 2 and "<b>" not in html
     (data,) = re.findall(r'<script type="application/json" id="data">([^<>]*)</script>', html)
     assert [run["name"] for run in json.loads(data)["state"]["runs"]] == names

@@ -165,9 +165,8 @@ def test_a_run_begins_while_the_page_is_open(ask, tmp_path):
     for text, state in ((None, "waiting"), ("", "waiting"), (line(1), "running")):
         if text is not None:
             write(run, text)
-        assert [(each["standing"]["state"], each["curve"]) for each in state_of(ask)["runs"]] == [
-            (state, tmp_path.name)
-        ]
+        (found,) = state_of(ask)["runs"]
+        assert (found["standing"]["state"], found["curve"]) == (state, tmp_path.name)
 
 
 def test_arms_join_a_comparison_and_seeds_are_one_curve(ask, tmp_path):
@@ -231,11 +230,8 @@ def test_once_prints_the_same(tmp_path, typed, run):
     write(run, "".join(line(step, **{"mismatch/k3_kl": 1e-5 if step < 40 else 1e-3}) for step in range(1, 61)))
     (tmp_path / "later").mkdir()
     code, said = typed("watch", run, tmp_path / "later", "--once")
-    assert (
-        code == 0
-        and "fp16: act now: k3_growth since step 40" in said.partition("state")[0]
-        and "match the precisions" in said
-    )
+    assert code == 0 and "fp16: act now: k3_growth since step 40" in said.partition("state")[0]
+    assert "match the precisions" in said
     assert re.search(r"later +waiting", said) and re.search(r"fp16 +running .* 60 ", said)
 
 
@@ -333,7 +329,6 @@ def test_a_response_has_its_tokens_as_data(ask, run):
 
 def test_it_starts_without_torch_and_matplotlib(run_python):
     """Seconds on a slow machine. The file of kept tokens is read without them, too."""
-    done = run_python(
-        "import sys, verl_precision.tools.runs.server as s; print({'torch', 'matplotlib', 'verl'} & {*sys.modules})"
-    )
+    show = "print({'torch', 'matplotlib', 'verl'} & {*sys.modules})"
+    done = run_python(f"import sys, verl_precision.tools.runs.server; {show}")
     assert done.stdout.strip() == "set()", done.stderr

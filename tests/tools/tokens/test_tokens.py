@@ -83,12 +83,8 @@ def test_dump_gives_the_metrics_of_its_tokens(tmp_path, typed, monkeypatch, writ
     monkeypatch.setattr(formats, "CHUNK_TOKENS", chunk)
     write(tmp_path / "dump")
     code, said = typed("tokens", tmp_path / "dump", "-o", tmp_path / "out")
-    assert (
-        code == 0
-        and "(2 steps)" in said
-        and "too short to judge: 28 more measured steps" in said
-        and (tmp_path / "out" / "report.html").exists()
-    )
+    assert code == 0 and (tmp_path / "out" / "report.html").exists()
+    assert "(2 steps)" in said and "too short to judge: 28 more measured steps" in said
     expected = MismatchStatistics.measure(PI, MU, MASK, ADVANTAGES).metrics()
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(STEPS)

@@ -8,18 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from verl_precision.tools.gap.explain.judge import (
-    CAUSES,
-    Attribution,
-    Part,
-    Result,
-    advice,
-    attribute,
-    findings,
-    longest_sum,
-    rows,
-    verdict,
-)
+from verl_precision.tools.gap.explain import judge
+from verl_precision.tools.gap.explain.judge import Attribution, Part, Result, attribute, longest_sum, verdict
 from verl_precision.tools.gap.explain.variants import reference, variants
 from verl_precision.tools.jobs.settings import Explanation
 
@@ -74,7 +64,7 @@ def judged(job=JOB, bf16_cost=COST, terms=128, **sizes):
     of = [sizes.get(one.cause, 0.0) for one in chain[1:]]
     parts = tuple(Part(nats=size, k3=size**2, size=size, without=0.0, equal=float(not size)) for size in of)
     attribution = Attribution(parts, sum(p.nats for p in parts), sum(p.k3 for p in parts), 100, 0)
-    found = findings(job, chain, attribution, bf16_cost, terms)
+    found = judge.findings(job, chain, attribution, bf16_cost, terms)
     return Result(chain, found, attribution, bf16_cost)
 
 
@@ -82,9 +72,9 @@ def test_rounding_is_no_fault():
     result = judged(rollout_precision=1.2 * COST, trainer_precision=COST, layout=0.5 * COST, engine=1e-6)
     assert not any(each.fault for each in result.findings)
     assert "Nothing is wrong: this is what bf16 training with a bf16 rollout costs" in verdict(JOB, result)
-    assert [each.variant.cause for each in advice(result)] == ["rollout_precision"]
+    assert [each.variant.cause for each in judge.advice(result)] == ["rollout_precision"]
     in_fp16 = Explanation(model="m", prompts="p", train_dtype="fp16", rollout_dtype="fp16")
-    assert advice(judged(in_fp16, rollout_precision=COST / 8)) == [], "its remedy is in use"
+    assert judge.advice(judged(in_fp16, rollout_precision=COST / 8)) == [], "its remedy is in use"
 
 
 @pytest.mark.parametrize(("job", "cause", "size"), [
@@ -104,7 +94,7 @@ def test_more_than_rounding_is_a_fault_and_comes_first(job, cause, size):
     assert [(each.variant.cause, each.fault) for each in result.findings][0] == (cause, True)
     assert sum(each.fault for each in result.findings) == 1
     assert cause in verdict(job, result) and "Something is wrong" in verdict(job, result)
-    assert rows(result)[0][-1] == "FAULT"
+    assert judge.rows(result)[0][-1] == "FAULT"
     below = judged(job, trainer_precision=COST / 8, **{cause: size / 100})
     assert not any(each.fault for each in below.findings)
 
@@ -138,7 +128,7 @@ def job(**changes):
 
 def test_whole_path():
     chain = variants(job(**WHOLE))
-    assert [one.cause for one in chain[1:]] == [cause for cause in CAUSES if cause not in ELSEWHERE]
+    assert [one.cause for one in chain[1:]] == [cause for cause in judge.CAUSES if cause not in ELSEWHERE]
     assert len({one.name for one in chain}) == len(chain)
     plain = [one.cause for one in variants(job(rollout_dtype="fp32", train_dtype="fp32"))[1:]]
     assert plain == ["decode", "batch", "engine", "layout"]
@@ -161,17 +151,10 @@ def test_raw_log_probs_know_neither_temperature_nor_truncation():
     assert "temperature" not in {one.cause for one in variants(job(raw_log_probs=True))}, "there is nothing to divide"
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        {},
-        WHOLE,
-        RAW,
-        {"arithmetic": "exact", "packed": True},
-        {"train_dtype": "fp32"},
-        {"rollout_dtype": "fp32", "top_k": 5},
-    ],
-)
+@pytest.mark.parametrize("case", [
+    {}, WHOLE, RAW, {"arithmetic": "exact", "packed": True}, {"train_dtype": "fp32"},
+    {"rollout_dtype": "fp32", "top_k": 5},
+])  # fmt: skip
 def test_neighbours_differ_in_what_the_cause_says(case):
     chain = variants(job(**case))
     may_change = {  # that of weights too where these are those that the dtype held

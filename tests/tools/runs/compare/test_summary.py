@@ -12,18 +12,11 @@ from verl_precision.tools.runs.compare.summary import REWARD, PassBar, Summary, 
 
 
 def measured(scale: float, rewards=(-30.0, -20.0, -10.0)) -> list[dict[str, float]]:
-    return [
-        {
-            "step": step,
-            REWARD: reward,
-            "response_length/mean": 41.0 - 10 * step,
-            "mismatch/log_prob_gap_abs_mean": 0.01 * scale * step,
-            "mismatch/k3_kl": 1e-5 * scale**2,
-            "mismatch/probs_pearson": 0.999,
-            "timing_s/step": {1: 30.0, 2: 5.0, 3: 7.0}[step],
-        }
-        for step, reward in enumerate(rewards, start=1)
-    ]
+    return [{
+        "step": step, REWARD: reward, "response_length/mean": 41.0 - 10 * step, "mismatch/k3_kl": 1e-5 * scale**2,
+        "mismatch/log_prob_gap_abs_mean": 0.01 * scale * step, "mismatch/probs_pearson": 0.999,
+        "timing_s/step": {1: 30.0, 2: 5.0, 3: 7.0}[step],
+    } for step, reward in enumerate(rewards, start=1)]  # fmt: skip
 
 
 def test_summary_hand_computed():
@@ -81,10 +74,8 @@ def test_verdict_by_hand(above, steps, rewards, reward, since):
 
 def seeds_of(arm: str, estimator: str | None, scale: float, rewards: tuple[float, ...]) -> list[Summary]:
     """Summaries of one arm, a seed for each last reward; the k3 of seed n is n times that of the first."""
-    found = [
-        summarise(measured(scale, (0.0, last)), 1, arm, estimator=estimator, seed=n)
-        for n, last in enumerate(rewards, 1)
-    ]
+    runs = enumerate((measured(scale, (0.0, last)) for last in rewards), 1)
+    found = [summarise(run, 1, arm, estimator=estimator, seed=n) for n, run in runs]
     return [replace(one, k3_kl=one.seed * 1e-5 * scale**2) for one in found]
 
 
