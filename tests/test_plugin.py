@@ -119,11 +119,9 @@ def without_plugin(tmp_path_factory) -> tuple[dict, str]:
     return clean_interpreter(folder, WHAT_VERL_CHOOSES, LOAD_LATE, REGISTERED_ONCE, **switched_off)
 
 
-@pytest.mark.parametrize(
-    ("before", "environment"),
-    [("import verl_precision.plugin", {}), ("import verl", {"VERL_USE_EXTERNAL_MODULES": "verl_precision.plugin"})],
-    ids=["plugin first", "external module and entry point"],
-)
+@pytest.mark.parametrize(("before", "environment"), [
+    ("import verl_precision.plugin", {}), ("import verl", {"VERL_USE_EXTERNAL_MODULES": "verl_precision.plugin"}),
+], ids=["plugin first", "external module and entry point"])  # fmt: skip
 def test_any_way_to_load_it_registers_and_says_so_once(tmp_path, before, environment):
     assert len(LOADED.findall(clean_interpreter(tmp_path, before, REGISTERED_ONCE, **environment)[1])) == 1
 
@@ -215,9 +213,8 @@ def test_whatever_loading_calls_may_raise_and_the_process_ends(monkeypatch, caps
 
 def test_a_plugin_that_fails_ends_import_verl(tmp_path):
     script = "from packaging.specifiers import SpecifierSet\nfrom verl_precision.base import versions\n"
-    done = forked.run(
-        script + "versions.TESTED['verl'] = SpecifierSet('<0.2')\nimport verl\nprint('went on')", tmp_path
-    )
+    script += "versions.TESTED['verl'] = SpecifierSet('<0.2')\nimport verl\nprint('went on')"
+    done = forked.run(script, tmp_path)
     assert done.returncode == 1 and "went on" not in done.stdout
     assert "verl_precision: verl " in done.stderr and "Traceback" not in done.stderr
     assert "<0.2" in done.stderr and "VERL_USE_EXTERNAL_PLUGINS=none" in done.stderr

@@ -19,6 +19,7 @@ from verl_precision.losses.registry import POLICY_LOSSES
 from verl_precision.presets import preset_names
 
 VERLS = [name for name, loss in POLICY_LOSS_REGISTRY.items() if getattr(loss, "__module__", "").startswith("verl.")]
+OURS = [*(name for name in preset_names("estimator") if f"vp_{name}" in POLICY_LOSSES), "icepop"]
 VARIANTS = {
     "bypass_mode, rollout_is_batch_normalize": "loss_mode=bypass_mode +policy_loss.rollout_correction="
     "{loss_type:reinforce,rollout_is:token,rollout_is_threshold:2.0,rollout_is_batch_normalize:True}",
@@ -53,9 +54,7 @@ def test_the_table_of_the_page_has_what_is_computed(root):
     assert stated == [*VERLS, *VARIANTS]
 
 
-@pytest.mark.parametrize(
-    "estimator", [*(name for name in preset_names("estimator") if f"vp_{name}" in POLICY_LOSSES), "icepop"]
-)
+@pytest.mark.parametrize("estimator", OURS)
 def test_none_of_ours_depends_on_the_cut(estimator):
     tried = tried_loss(compose_estimator(estimator))
     assert max(*tried.trial.cuts.values(), tried.trial.ranks, tried.trial.padding, tried.trial.masked) < 1e-12
@@ -160,9 +159,8 @@ def test_a_loss_without_verls_keywords_is_unusable(monkeypatch):
     monkeypatch.setitem(POLICY_LOSS_REGISTRY, "own", lambda old_log_prob, log_prob, **others: (log_prob.sum(), {}))
     assert tried_loss(config_of("own")).trial is not None
     monkeypatch.setitem(POLICY_LOSS_REGISTRY, "own", lambda old_log_prob, log_prob: (log_prob.sum(), {}))
-    assert tried_loss(config_of("own")).unusable.startswith(
-        "it cannot be called with old_log_prob, log_prob, advantages"
-    )
+    unusable = tried_loss(config_of("own")).unusable
+    assert unusable.startswith("it cannot be called with old_log_prob, log_prob, advantages")
 
 
 @pytest.mark.parametrize(("own", "ignores"), [(sound, False), (without_weights, True), (local_mean, True)])

@@ -15,10 +15,8 @@ from verl_precision.tools.checking.composing import compose_recipe
 from verl_precision.tools.checking.recipe_config import check_recipe
 
 QUICKSTART = "recipes/quickstart/quickstart.yaml"
-GPUS = (
-    "algorithm.adv_estimator=grpo rollout.name=vllm rollout.n=8 actor.use_dynamic_bsz=True +precision=fp16 "
-    "trainer.save_freq=-1"
-)
+GPUS = "algorithm.adv_estimator=grpo rollout.name=vllm rollout.n=8 actor.use_dynamic_bsz=True "
+GPUS += "+precision=fp16 trainer.save_freq=-1"
 GEMMA = "model.path=google/gemma-2-9b-it actor.ppo_max_token_len_per_gpu=400000 data.max_response_length=4096"
 H100 = {"gpu": "H100"}
 MODEL = "actor_rollout_ref.model.path"
@@ -72,17 +70,13 @@ def test_a_model_that_nobody_knows_is_one_finding_with_what_was_not_looked_at(tm
 def test_a_model_that_is_known_by_its_name_is_looked_at_and_a_guess_is_said(path):
     found = report(f"{GPUS} {GEMMA.replace('google/gemma-2-9b-it', path)}", **H100)
     assert errors(found) == {"vllm-refuses-fp16", "memory-training"} and "model-unknown" not in unchecked(found)
-    guessed = unchecked(found).get("model-by-name", "")
-    assert (
-        "because of its name, its shape is assumed to be that of google/gemma-2-9b-it" in guessed
-    ) == path.startswith("/")
+    guess = "because of its name, its shape is assumed to be that of google/gemma-2-9b-it"
+    assert (guess in unchecked(found).get("model-by-name", "")) == path.startswith("/")
 
 
-@pytest.mark.parametrize(("meant", "why"), [
-    ({}, "trainer.device=cuda, and no such device is here"),
-    (H100, "--gpu H100"),
-])  # fmt: skip
-def test_a_path_that_is_not_here_is_no_error_of_a_run_that_is_elsewhere(meant, why):
+@pytest.mark.parametrize("meant", [{}, H100])
+def test_a_path_that_is_not_here_is_no_error_of_a_run_that_is_elsewhere(meant):
+    why = "--gpu H100" if meant else "trainer.device=cuda, and no such device is here"
     words = f"{GPUS} model.path=/data/models/own data.val_files=/data/val.parquet"
     found = report(f"{words} reward.custom_reward_function.path=/data/reward.py", **meant)
     assert not errors(found) and "model-missing" not in {each.name for each in found.faults}

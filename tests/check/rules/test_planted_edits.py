@@ -36,7 +36,9 @@ from verl_precision.tools.tiny_model import cached_tiny_model
 #   by reading: LINE  only a run could show it
 #   NAME              `witness_NAME`, or an entry of `WITNESSES`, below
 #   nobody            needs to be asked
-EDITS = Path(__file__).with_name("planted_edits.txt").read_text()
+EDITS = Path(__file__).with_name("planted_edits.txt").read_text().splitlines()
+HALVES = [line.rpartition("|") for line in EDITS]
+ROWS = [(*head.split(maxsplit=4), witness.strip()) for head, _, witness in HALVES]
 # Edits that verl survives, each tried alone on the recipe and scale of its line: no error may be raised.
 SURVIVED = """
 sanity      1x8_a100 precision=fp32 rollout.n=4 rollout.tensor_model_parallel_size=4 rollout.dtype=half
@@ -50,10 +52,6 @@ lora        1x8_h100 model.lora_rank=24 rollout.gpu_memory_utilization=0.7
 octothinker 1x8_h100 trainer.total_training_steps=1 trainer.logger=tensorboard
 quickstart  cpu      rollout.n=2
 """
-ROWS = [
-    (*head.split(maxsplit=4), witness.strip())
-    for head, _, witness in (line.rpartition("|") for line in EDITS.splitlines())
-]
 ids = {"ids": lambda row: "-".join([row[0], row[2], row[4].split()[0]])}
 
 
