@@ -12,23 +12,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "verl_precision"
 # From the bottom up. A room imports rooms that stand before it, and itself: the plugin never imports its tools.
 PLUGIN = ("base", "presets", "losses", "weight_sync", "engine", "mismatch", "integration", "check", "plugin", "cli")
 # What most runs never switch on, which enters a run by entry points; then what a person starts.
-TOOLS = [
-    "tiny_model",
-    "arithmetic",
-    "actions",
-    "kept_tokens",
-    "operators",
-    "rewards",
-    "patching",
-    "checking",
-    "show",
-    "export",
-    "runs",
-    "tokens",
-    "selftest",
-    "engines",
-]
-TOOLS += ["jobs", "data", "evaluate", "gap.pairs", "gap.explain", "gap"]
+TOOLS = ["tiny_model", "arithmetic", "actions", "kept_tokens", "operators", "rewards", "patching", "checking", "show"]
+TOOLS += ["export", "runs", "tokens", "selftest", "engines", "jobs", "data", "evaluate"]
+TOOLS += ["gap.pairs", "gap.explain", "gap"]
 ROOMS = (*PLUGIN, *(f"tools.{room}" for room in TOOLS), "tools")
 # Rooms and modules that import verl or vLLM.
 RIM = (
@@ -44,7 +30,6 @@ SIZES = {PLUGIN: 15_500, (*PLUGIN, "tools"): 25_500}
 PURE = ("losses", "mismatch.alarm", "mismatch.phantom", "mismatch.statistics")
 PURE += ("weight_sync.manifest", "weight_sync.verify")
 HOSTS = ("verl", "vllm", "ray", "transformers", "hydra", "omegaconf", "tensordict", "wrapt", "typer", "rich", "psutil")
-
 
 MODULES: dict[str, ast.Module] = {}  # every module's name below the package, and its syntax tree
 for path in sorted(PACKAGE.rglob("*.py")):

@@ -66,9 +66,7 @@ def test_whatever_is_written_into_the_file_of_a_held_folder_it_stays_held(tmp_pa
             path.write_bytes(content)
             holder = owner.take(tmp_path)
             assert holder is not None and not owner.owned_here(tmp_path), line
-            assert holder.process == (first.pid if content.strip().endswith(mine.strip()) else 0), (
-                "named, or nobody else is"
-            )
+            assert holder.process == (first.pid if content.strip().endswith(mine.strip()) else 0), "or nobody is named"
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])

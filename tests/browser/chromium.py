@@ -8,11 +8,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from selenium import webdriver
-from selenium.common.exceptions import (
-    ElementClickInterceptedException,
-    NoSuchElementException,
-    StaleElementReferenceException,
-)
+from selenium.common.exceptions import ElementClickInterceptedException as Covered
+from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.ui import WebDriverWait
 
@@ -55,7 +52,7 @@ class Page:
 
     def click(self, by: str, value: str) -> None:
         """Click an element once it is there and nothing covers it; look again for one that is replaced meanwhile."""
-        again = [NoSuchElementException, StaleElementReferenceException, ElementClickInterceptedException]
+        again = [NoSuchElementException, StaleElementReferenceException, Covered]
         wait = WebDriverWait(self.driver, SECONDS, 0.05, again)
         wait.until(lambda driver: driver.find_element(by, value).click() is None, f"not there: {value}")
 

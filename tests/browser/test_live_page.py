@@ -50,10 +50,8 @@ def shown(page, step: int, run: int = 0) -> None:
 def drawn(page) -> dict[str, list[str]]:
     """Wait until nothing is left to draw, and return the paths of the curves of each figure."""
     page.wait("figures.size > 0 && [...figures.values()].every((figure) => figure.element.hidden || !figure.stale)")
-    paths = "[...element.querySelectorAll('.curve')].map((path) => path.getAttribute('d'))"
-    return page.js(
-        f"Object.fromEntries([...document.querySelectorAll('figure')].map((element) => [element.id, {paths}]))"
-    )
+    paths = "[...each.querySelectorAll('.curve')].map((path) => path.getAttribute('d'))"
+    return page.js(f"Object.fromEntries([...document.querySelectorAll('figure')].map((each) => [each.id, {paths}]))")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -95,9 +93,7 @@ def test_a_new_row_a_resume_and_a_run_that_begins(page, serve, folder):
     write_run(folder / "second", 9)
     page.wait("document.querySelectorAll('#runs .card').length === 2")
     assert page.js("[...document.querySelectorAll('#runs b')].map((name) => name.textContent)") == ["first", "second"]
-    page.wait(
-        "[...document.querySelectorAll('[id^=progress-]')].some((place) => place.textContent.startsWith('step 9'))"
-    )
+    page.wait("[...document.querySelectorAll('[id^=progress-]')].some((each) => each.textContent.startsWith('step 9'))")
     assert page.errors() == []
 
 
@@ -182,9 +178,7 @@ def test_tokens_by_damage_with_what_was_decided(page, serve, folder):
 def test_ten_verdicts_are_read_without_scrolling_the_sick_first_each_with_its_bar(page, serve, folder, root):
     recorded = root / "tests" / "mismatch" / "recorded"
     sick = [recorded / "seeded_collapse.jsonl", recorded / "long_text" / "bf16.jsonl"]
-    sick += [
-        recorded / "rescued" / name / "before.jsonl" for name in ("collapse_200_seed_0", "phantom_clipping_seed_1")
-    ]
+    sick += [recorded / "rescued" / run / "before.jsonl" for run in ("collapse_200_seed_0", "phantom_clipping_seed_1")]
     calm = sorted((recorded / "rescued").glob("*_seed_0/after.jsonl"))
     quickstart = root / "tests" / "data" / "quickstart"
     calm += [recorded / "sanity_arithmetic_fp16.jsonl", quickstart / "bf16" / "metrics.jsonl"]

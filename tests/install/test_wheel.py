@@ -14,12 +14,8 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "verl_precision", "patches", "recipes", "requirements")
 # What the repository lists under these names is in the wheel in these folders.
-PACKAGED = {
-    "verl_precision": "verl_precision",
-    "patches": "verl_precision/patches",
-    "recipes": "verl_precision/recipes",
-    "requirements/*.lock": "verl_precision/requirements",
-}
+PACKAGED = {"verl_precision": "verl_precision", "requirements/*.lock": "verl_precision/requirements"}
+PACKAGED |= {name: f"verl_precision/{name}" for name in ("patches", "recipes")}
 
 
 @pytest.fixture(scope="module")

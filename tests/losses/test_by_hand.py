@@ -20,7 +20,6 @@ from verl_precision.losses.ratios import largest_ratio
 LOSSES = [entry.function for entry in POLICY_LOSSES.values()]
 WEIGHTS, ONE_EACH = [losses.token_tis_weights, losses.seq_mis_weights], [torch.zeros(1, 1)] * 2
 
-
 MEAN = {"aggregation": Aggregation("seq-mean-token-mean")}
 # Beyond what the batches of test_equations.py have. One response: loss, log-ratios, A, settings; its gradient.
 BY_HAND = {
@@ -173,6 +172,7 @@ ANY_FLOAT32 = st.floats(allow_nan=True, allow_infinity=True, width=32)
 FINITE_FLOAT32 = st.floats(allow_nan=False, allow_infinity=False, width=32)
 LOG_PROB = st.one_of(st.floats(-30, 0, width=32), st.floats(-1000, 0, width=32), FINITE_FLOAT32)
 ADVANTAGE = st.one_of(st.floats(-5, 5, width=32), FINITE_FLOAT32)
+MODES = st.sampled_from(["seq-mean-token-sum-norm", "seq-mean-token-mean", "token-mean"])
 
 
 @st.composite
@@ -185,10 +185,7 @@ def batches(draw, log_prob=LOG_PROB, advantage=ADVANTAGE):
     return matrix(log_prob), matrix(log_prob), matrix(advantage), matrix(st.booleans())
 
 
-@given(
-    batch=st.one_of(batches(), batches(ANY_FLOAT32, ANY_FLOAT32)),
-    mode=st.sampled_from(["seq-mean-token-sum-norm", "seq-mean-token-mean", "token-mean"]),
-)
+@given(batch=st.one_of(batches(), batches(ANY_FLOAT32, ANY_FLOAT32)), mode=MODES)
 def test_anything_in_finite_out(batch, mode):
     finite = all(tensor.isfinite().all() for tensor in batch)
     for loss in LOSSES:

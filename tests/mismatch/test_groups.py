@@ -68,9 +68,8 @@ def test_late_turns_are_together():
     mask = torch.tensor([1, 0] * (FURTHEST_TURN + 3))
     metrics = measured([-1.0 * mask], [-1.1 * mask], [mask]).metrics()
     turns = {name: value for name, value in metrics.items() if name.endswith("/tokens")}
-    assert turns == {
-        f"mismatch/turn_{turn}/tokens": 4 if turn == FURTHEST_TURN else 1 for turn in range(1, FURTHEST_TURN + 1)
-    }
+    sizes = enumerate([1] * (FURTHEST_TURN - 1) + [4], 1)
+    assert turns == {f"mismatch/turn_{turn}/tokens": size for turn, size in sizes}
     assert metrics["mismatch/turns_max"] == FURTHEST_TURN + 3
 
 
