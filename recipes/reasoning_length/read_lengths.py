@@ -61,6 +61,11 @@ class Outcome(NamedTuple):
         """Return the spread that k3 and the length predict, with the answer and the end."""
         return predicted_spread(self.k3, self.tokens + 2)
 
+    @property
+    def gain(self) -> float:
+        """Return what was learned: the last reward less the first."""
+        return self.last - self.first
+
 
 def outcome_of(run: Run) -> Outcome:
     """Read a run in a folder <precision>_<estimator>_<tokens>/seed_<n>."""
@@ -96,7 +101,7 @@ def table(outcomes: list[Outcome]) -> str:
             *(
                 f"{each.first:.2f}",
                 f"{each.last:.2f}",
-                f"{each.last - each.first:+.2f}",
+                f"{each.gain:+.2f}",
                 f"{each.seconds:.0f}",
                 each.alarms,
             ),
@@ -108,6 +113,21 @@ def table(outcomes: list[Outcome]) -> str:
     return "\n".join(markdown_table(columns, rows))
 
 
+def by_length(outcomes: list[Outcome]) -> str:
+    """Return a row for each length as Markdown: BF16's spread and effective share, and the gains of reward by seed."""
+    columns = ["tokens T", "spread in BF16", "√(2 k3 T)", "effective share"]
+    columns += [f"{precision.upper()}, `{name}`" for name in LINES for precision in PRECISIONS]
+    rows = []
+    for tokens in sorted({each.tokens for each in outcomes}):
+        same = [each for each in outcomes if each.tokens == tokens]
+        bf16 = [each for each in same if (each.precision, each.estimator) == ("bf16", "pg_seq_is")]
+        means = (statistics.fmean(getattr(each, name) for each in bf16) for name in ("spread", "predicted", "share"))
+        arms = [(precision, name) for name in LINES for precision in PRECISIONS]
+        gains = [[f"{each.gain:+.2f}" for each in same if (each.precision, each.estimator) == arm] for arm in arms]
+        rows.append([f"{tokens:,}", *(f"{mean:.2f}" for mean in means), *map(", ".join, gains)])
+    return "\n".join(markdown_table(columns, rows))
+
+
 def draw(outcomes: list[Outcome]) -> Figure:
     """Return spread and gain of reward against the length: a point for each run, lines through the means."""
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -116,12 +136,10 @@ def draw(outcomes: list[Outcome]) -> Figure:
         own = [each for each in outcomes if (each.precision, each.estimator) == (precision, estimator)]
         lengths = sorted({each.tokens for each in own})
         at = {length: [each for each in own if each.tokens == length] for length in lengths}
-        gain = [statistics.fmean(each.last - each.first for each in at[length]) for length in lengths]
+        gain = [statistics.fmean(each.gain for each in at[length]) for length in lengths]
         label = f"{precision.upper()}, {estimator}"
         gains.plot(lengths, gain, LINES[estimator], color=colour, label=label)
-        gains.plot(
-            [each.tokens for each in own], [each.last - each.first for each in own], "o", color=colour, alpha=0.5
-        )
+        gains.plot([each.tokens for each in own], [each.gain for each in own], "o", color=colour, alpha=0.5)
         if estimator == "pg_seq_is" and own:
             shortest = statistics.fmean(each.k3 for each in at[lengths[0]])
             drawn = [2**power for power in range(7, 14)]
@@ -163,7 +181,7 @@ def main() -> None:
     arguments = parser.parse_args()
     runs = read_runs([folder for folder in arguments.folders if folder.is_dir()])
     outcomes = [outcome_of(run) for run in runs]
-    print(table(outcomes))
+    print(table(outcomes), by_length(outcomes), sep="\n\n")
     if arguments.figure:
         draw(outcomes).savefig(arguments.figure, dpi=100)
     if arguments.record:

@@ -1,7 +1,9 @@
 """The recipe in which only the length is unusual: its sizes, the words of its script, its reward."""
 
+import json
 import runpy
 
+import numpy as np
 import pytest
 from composer import ROOT, compose_recipe
 
@@ -35,3 +37,25 @@ def test_script_gets_the_model_once_and_compares_with_each_estimator(run_alone):
 )
 def test_reward_is_the_share_of_short_sentences(text, share):
     assert runpy.run_path(str(FOLDER / "short_sentences.py"))["compute_score"]("", text, "") == share
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5], ids=["independent", "each half of the one before"])
+def test_the_reader_of_gaps_tells_independent_gaps_from_others(tmp_path, kept):
+    """Of gaps that follow each other the spread is above √(2 k3 T): here √3 times in the long run."""
+    random, lines = np.random.default_rng(0), [{"settings": {}}]
+    for response in range(200):
+        gaps = random.normal(0, 0.01, 256)
+        for token in range(1, 256):
+            gaps[token] = kept * gaps[token - 1] + np.sqrt(1 - kept**2) * gaps[token]
+        own = {"rollout": "bf16", "problem": 0, "response": response}
+        lines += [{**own, "log_probs": [-1.0] * 256}, {**own, "train": "bf16", "log_probs": list(gaps - 1)}]
+    (tmp_path / "journal.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    script = runpy.run_path(str(FOLDER / "read_gaps.py"))
+    found = script["gaps_in"](tmp_path / "journal.jsonl")
+    (correlations,) = map(script["correlations"], found.values())
+    assert list(found) == ["bf16, bf16"] and len(correlations) == 8, "distances up to 128"
+    for distance, (value, error) in zip(script["DISTANCES"], correlations, strict=False):
+        assert value == pytest.approx(kept**distance if kept else 0, abs=4 * error)
+    *_, last = script["growth"](found).splitlines()
+    ratio = float(last.split("|")[6])
+    assert last.startswith("| bf16, bf16 | 256 | 200 |") and ratio == pytest.approx(np.sqrt(3) if kept else 1, abs=0.2)

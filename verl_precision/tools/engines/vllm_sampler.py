@@ -46,8 +46,7 @@ class VllmEngine:
         for request in requests:
             key = f"{request.problem}/{request.response}"
             self._asked[key] = request
-            ids = list(request.prompt_token_ids + request.response_token_ids)
-            prompt = {"type": "token", "prompt_token_ids": ids}
+            prompt = {"type": "token", "prompt_token_ids": list(request.prompt_token_ids + request.response_token_ids)}
             self._engine.add_request(key, prompt, self._sampling_params(request))
 
     def _sampling_params(self, request: SampleRequest) -> Any:
