@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl_precision.base.dtypes import short
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import table_of
-from verl_precision.base.verl_config import FSDP
+from verl_precision.base.verl_config import FSDP, leaves
 
 OWNERS = {"actor_rollout_ref.actor": "fsdp_config", "actor_rollout_ref.ref": "fsdp_config", "critic": "fsdp"}
 _ENGINE = "megatron"
@@ -65,7 +65,9 @@ def _moved(words: dict[str, Any], path: str, block: dict[str, Any]) -> Iterator[
     if block.get("offload_policy"):
         block = {**block, "param_offload": True, "optimizer_offload": True}
     moved, neutral = words["settings"], words["neutral"]
-    for name, value in _flat(block):
+    for name, value in leaves({**block, "mixed_precision": None}):  # it has given the dtype
+        if name.endswith("._target_") or value == {}:
+            continue
         whole = next((each for each in moved if name == each or name.startswith(f"{each}.")), None)
         if whole is not None:
             if not name.startswith("loss_scale") or dtype == "fp16":
@@ -93,12 +95,3 @@ def _put(node: DictConfig, setting: str, value: Any) -> None:
         raise ConfigurationError(problem, setting=setting, value=found, allowed=str(value), remedy=remedy)
     if found is None or "override_optimizer_config" not in setting:
         OmegaConf.update(node, setting, value, force_add=True)
-
-
-def _flat(block: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in block.items():
-        name = f"{path}{key}"
-        if isinstance(value, dict) and key != "mixed_precision":
-            yield from _flat({each: inner for each, inner in value.items() if each != "_target_"}, f"{name}.")
-        else:
-            yield name, value

@@ -5,7 +5,9 @@ reads `dtype`, and its optimizer keeps FP32 weights. VeOmni and TorchTitan alway
 are FP32 only with `mixed_precision=True`.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -27,6 +29,15 @@ BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
 # verl's checkpoint engines that cast weights to BF16 on their way (delta_sharded in verl's FSDP engine). The others
 # send weights unchanged: nccl and nixl store `rollout_dtype`, but never read it.
 CASTING = ("kimi_ckpt_engine", "mooncake", "delta_sharded")
+
+
+def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield path and value of each setting of a config; only an empty block counts as a setting."""
+    if not isinstance(node, Mapping) or not node:
+        yield path, node
+        return
+    for key, value in node.items():
+        yield from leaves(value, f"{path}.{key}" if path else str(key))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ Also the keys of a config, the keys that verl 0.4 to 0.9.0 had (`keys.yaml`), an
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -70,15 +69,6 @@ def keys_of(node: object, path: str = "") -> Iterator[str]:
         for key, value in node.items():
             yield f"{path}{key}"
             yield from keys_of(value, f"{path}{key}.")
-
-
-def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield path and value of each setting of a plain config; only an empty block counts as a setting."""
-    if not isinstance(node, dict) or not node:
-        yield path, node
-        return
-    for key, value in node.items():
-        yield from leaves(value, f"{path}.{key}" if path else str(key))
 
 
 def row_of(key: str) -> tuple[str, str, str]:

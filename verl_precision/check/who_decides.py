@@ -18,7 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import short
-from verl_precision.check.keys import leaves
+from verl_precision.base.verl_config import leaves
 from verl_precision.integration.ledger import lost_symbols, require_feature
 from verl_precision.presets import preset_groups
 

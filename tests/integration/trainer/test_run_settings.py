@@ -36,7 +36,7 @@ NAMES = st.deferred(lambda: st.sampled_from(sorted(plain_run().settings)))
 
 def test_verls_own_yaml_is_what_hydra_composes():
     composed = run_identity._parts(compose_verl(), resolve=False)
-    assert dict(run_identity._flat(composed)) == run_identity._defaults_of_verl("dp")
+    assert run_identity._flat(composed) == run_identity._defaults_of_verl("dp")
 
 
 def test_of_verl_alone_nothing_is_chosen_but_what_it_wants_to_be_told():

@@ -16,6 +16,7 @@ from verl_precision.base.verl_config import (
     PROMPT_LOG_PROBS,
     ROLLOUT,
     engines,
+    leaves,
     lora_is_merged,
     lora_rank,
     rollout_dtype,
@@ -138,12 +139,10 @@ def _rates(config: DictConfig, environment: Environment) -> Iterator[tuple[str, 
         yield from ((f"{MODEL}.lora.{key}", key, rate) for key, rate in _positive(model.get("lora") or {}))
 
 
-def _positive(content: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float]]:
-    for key, value in content.items():
-        name = f"{path}{key}"
-        if isinstance(value, Mapping):
-            yield from _positive(value, f"{name}.")
-        elif "drop" in str(key) and not str(key).startswith(OF_HEADS) and type(value) in (int, float) and value > 0:
+def _positive(content: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in leaves(content):
+        key = name.rpartition(".")[2]
+        if "drop" in key and not key.startswith(OF_HEADS) and type(value) in (int, float) and value > 0:
             yield name, float(value)
 
 

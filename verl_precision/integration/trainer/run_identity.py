@@ -33,6 +33,7 @@ from verl_precision.base.content import content_digest, weight_files
 from verl_precision.base.errors import ConfigurationError, filled
 from verl_precision.base.files import table_of, write_file
 from verl_precision.base.state import STRICT, read_state
+from verl_precision.base.verl_config import leaves
 from verl_precision.integration.trainer.checkpoints import RESCUE_FILE
 from verl_precision.integration.trainer.metrics_file import metrics_path
 from verl_precision.integration.trainer.saving import saves
@@ -132,19 +133,14 @@ def _parts(config: DictConfig, resolve: bool) -> dict[str, Any]:
     return {**chosen(config, IDENTITY_BLOCKS), "trainer": chosen(config.trainer, IDENTITY_TRAINER_KEYS)}
 
 
-def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(node, dict):
-        yield path, node
-        return
-    for name, value in node.items():
-        if name not in IGNORED_SETTINGS:
-            yield from _flat(value, f"{path}.{name}" if path else str(name))
+def _flat(node: Any) -> dict[str, Any]:
+    return {name: x for name, x in leaves(node) if x != {} and IGNORED_SETTINGS.isdisjoint(name.split("."))}
 
 
-def _plain(settings: Any) -> dict[str, Any]:
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return flat settings of plain types, as they will be read back; a whole number as an integer: 1.0 is 1."""
     number = lambda text: int(value) if (value := float(text)).is_integer() else value  # noqa: E731
-    return json.loads(json.dumps(dict(settings), default=str), parse_float=number)
+    return json.loads(json.dumps(settings, default=str), parse_float=number)
 
 
 @functools.cache
@@ -157,7 +153,7 @@ def _defaults_of_verl(engine: str) -> dict[str, Any]:
 
 def _chosen(config: DictConfig, settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield the settings whose value differs from their default in this config."""
-    written = dict(_flat(_parts(config, resolve=False)))
+    written = _flat(_parts(config, resolve=False))
     defaults = _same_names(_defaults_of_verl(config.get("model_engine", "dp")))
     probe = copy.deepcopy(config)
     OmegaConf.set_struct(probe, False)

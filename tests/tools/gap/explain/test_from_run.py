@@ -101,7 +101,7 @@ def test_metrics_beside_the_checkpoints_of_a_run(run_folder, tmp_path, typed):
     config = OmegaConf.to_container(OmegaConf.load(run_folder / "hydra" / ".hydra" / "config.yaml"))
     checkpoints = tmp_path / "project" / "experiment-1.5b"
     checkpoints.mkdir(parents=True)
-    record = {"settings": dict(_flat(config, "")), "chosen": [], "content": {}, "digest": "0" * 8}
+    record = {"settings": _flat(config), "chosen": [], "content": {}, "digest": "0" * 8}
     (checkpoints / "run.yaml").write_text(json.dumps(record))
     metrics = shutil.copy(run_folder / "metrics.jsonl", checkpoints.parent / "experiment-1.5b.jsonl")
     code, said = typed("explain", "--run", metrics)
