@@ -16,7 +16,9 @@ from verl_precision.base.errors import ConfigurationError
 
 FSDP = ("fsdp", "fsdp2")
 ULYSSES = "ulysses_sequence_parallel_size"
-ROLLOUT = "actor_rollout_ref.rollout"
+ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
+BYPASS, LOSS = f"{CORRECTION}.bypass_mode", f"{ACTOR}.policy_loss.loss_mode"
 # Rollouts whose server, as verl uses it, returns the log-probs of a prompt and ends a response at given stop texts.
 PROMPT_LOG_PROBS = ("vllm", "sglang")
 # verl's V1 trainers, and the name prefix of their variants that measure the mismatch.

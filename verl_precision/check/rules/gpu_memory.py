@@ -13,12 +13,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.verl_config import FSDP, Engine, engine_kwargs, engines, lora_rank
+from verl_precision.base.verl_config import ACTOR, FSDP, Engine, engine_kwargs, engines, lora_rank
 from verl_precision.check.rules.rule import Environment, Fault, Severity, rule
 
 FILLED, FAR_OVER = 0.9, 1.1  # shares of a GPU: the estimate is accurate to some GiB
 OF_GPU = "memory-training"  # name of the rule below
-ACTOR = "actor_rollout_ref.actor"
 OFFLOAD = f"{ACTOR}.fsdp_config.offload_policy=True"
 GIB = 1 << 30
 HALF, SINGLE = 2, 4  # bytes

@@ -7,7 +7,7 @@ from dataclasses import replace
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.files import table_of
-from verl_precision.base.verl_config import engines, rollout_dtype
+from verl_precision.base.verl_config import ACTOR, BYPASS, CORRECTION, engines, rollout_dtype
 from verl_precision.check.rules.rule import Environment, Fault, Severity, faults_raised_by, rule
 from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 from verl_precision.losses import settings as limits
@@ -16,9 +16,6 @@ from verl_precision.losses.rollout_weights import WEIGHT_KINDS
 from verl_precision.mismatch.alarm import FEWEST
 from verl_precision.mismatch.prediction import prediction_in_words, weighting_of
 
-ACTOR = "actor_rollout_ref.actor"
-CORRECTION = "algorithm.rollout_correction"
-BYPASS = f"{CORRECTION}.bypass_mode"
 LOSS_CORRECTION = f"{ACTOR}.policy_loss.rollout_correction"
 RATIO_SOURCE = f"{ACTOR}.fsdp_config.shadow.ratio_source"
 MAX_USUAL_THRESHOLD = 10  # verl documents 1.5 to 10; YAML reads `1_5` and `2_10` as 15 and 210.

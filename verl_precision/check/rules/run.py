@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.verl_config import FSDP, ROLLOUT, engine_kwargs, engines
+from verl_precision.base.verl_config import FSDP, MODEL, ROLLOUT, engine_kwargs, engines
 from verl_precision.check.models import teaches
 from verl_precision.check.rules.rule import Environment, Fault, Machine, fault_of_error, faults_raised_by, rule
 from verl_precision.check.rules.tables import ANSWER_REWARDS, REWARD
@@ -28,7 +28,6 @@ COMPUTED_BY = (
     *("rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings"),
     "vocab_size",
 )
-MODEL = "actor_rollout_ref.model"
 
 
 @rule("plugin-not-loaded")

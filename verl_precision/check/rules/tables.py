@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.verl_config import ROLLOUT, SEEDED, is_repeatable
+from verl_precision.base.verl_config import ACTOR, CORRECTION, LOSS, ROLLOUT, SEEDED, is_repeatable
 from verl_precision.base.versions import require_tested
 from verl_precision.check.rules.gpu_memory import GIB
 from verl_precision.check.rules.rule import Environment, Fault, Machine, faults_raised_by, rule
@@ -30,9 +30,7 @@ MIN_SHARED_MEMORY = 256 << 20
 CPUS_PER_WORKER = 3
 CPUS_FIXED = 3
 CODE = ("data.custom_cls.path", "actor_rollout_ref.rollout.agent.agent_loop_config_path", f"{REWARD}.path")
-ACTOR = "actor_rollout_ref.actor"
-CORRECTION = "algorithm.rollout_correction"
-CLIP_C, LOSS = f"{ACTOR}.clip_ratio_c", f"{ACTOR}.policy_loss.loss_mode"
+CLIP_C = f"{ACTOR}.clip_ratio_c"
 STRATEGY, V1 = f"{ACTOR}.strategy", "trainer.use_v1"
 # Whole numbers, at least 1: verl fails without one, once Ray is up or everything is loaded.
 COUNTS = """

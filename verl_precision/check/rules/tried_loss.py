@@ -6,12 +6,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.files import table_of
-from verl_precision.base.verl_config import engines
+from verl_precision.base.verl_config import ACTOR, CORRECTION, LOSS, engines
 from verl_precision.check.rules.rule import Environment, Fault, Severity, TriedLoss, rule
 from verl_precision.losses.invariance import DEPENDS
 
-ACTOR, WEIGHTS = "actor_rollout_ref.actor", "algorithm.rollout_correction.rollout_is"
-LOSS = f"{ACTOR}.policy_loss.loss_mode"
+WEIGHTS = f"{CORRECTION}.rollout_is"
 LARGE = 0.3  # from this share of the gradient on, another split is another run
 LARGE_OF_DRAWS = 1.0  # a loss that draws a share of the tokens draws at least one of a small batch
 THREADS = {"geo_mean": "verl#7913", "kl_cov": "verl#7829"}
