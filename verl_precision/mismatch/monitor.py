@@ -99,14 +99,13 @@ class MismatchMonitor:
             raise ConfigurationError(setting="ratio", value=ratio, allowed="training; shadow, if there is a shadow")
         if shadow is not None and advantages is None:
             raise ConfigurationError(setting="advantages", value=None, allowed="advantages, where there is a shadow")
-        others = {"mask": mask, "advantages": advantages, "ended": ended}
-        batch, lengths = flattened(trainer_log_probs, rollout_log_probs, **others), None
+        log_probs = trainer_log_probs, *(() if shadow is None else (shadow,)), rollout_log_probs
+        flat, lengths = flattened(*log_probs, mask=mask, advantages=advantages, ended=ended), None
         if not trainer_log_probs.is_nested:  # padding follows the last token that the policy wrote
-            lengths = (batch.mask.view(trainer_log_probs.shape).bool().flip(1).cumsum(dim=1) > 0).sum(dim=1)
-        self.add_batch(batch, versions_behind, lengths)
+            lengths = (flat.mask.view(trainer_log_probs.shape).bool().flip(1).cumsum(dim=1) > 0).sum(dim=1)
+        self.add_batch(flat._replace(log_probs=(flat.log_probs[0], flat.log_probs[-1])), versions_behind, lengths)
         if shadow is not None:
-            with_shadow = flattened(trainer_log_probs, shadow, rollout_log_probs, **others)
-            self.add(PHANTOM, PhantomStatistics.of_batch(with_shadow, self.clip, ratio == "training"))
+            self.add(PHANTOM, PhantomStatistics.of_batch(flat, self.clip, ratio == "training"))
 
     def add_batch(
         self, batch: FlatBatch, versions_behind: Sequence[int] | None = None, lengths: Tensor | None = None

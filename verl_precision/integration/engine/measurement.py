@@ -138,20 +138,20 @@ def _measure(request: MeasureOrder, output: Mapping[str, Tensor], data: Any) -> 
     lengths_B = data["response_mask"].offsets().diff()
     ended = ended_by_themselves(data["response_mask"], request["longest_response"])
     clip = None if request["clip"] is None else ClipRange(*request["clip"])
-    others = {"mask": mask, "advantages": advantages, "ended": ended}
-    batch = flattened(trainer, rollout, **others)
-    with_shadow = None if shadow is None else flattened(trainer, shadow, rollout, **others)
+    log_probs = trainer, *(() if shadow is None else (shadow,)), rollout
+    flat = flattened(*log_probs, mask=mask, advantages=advantages, ended=ended)
+    batch = flat._replace(log_probs=(flat.log_probs[0], flat.log_probs[-1]))
     found: dict[str, Any] = {}
     if request["mismatch"]:
         found[MISMATCH] = MismatchByVersion.of_batch(batch, behind)
         found[TURNS] = MismatchByTurn.of_batch(batch, found[MISMATCH].whole, lengths_B)
-    if with_shadow is not None:
-        found[PHANTOM] = PhantomStatistics.of_batch(with_shadow, clip, request["beta_in_ratio"])
+    if shadow is not None:
+        found[PHANTOM] = PhantomStatistics.of_batch(flat, clip, request["beta_in_ratio"])
     elif request["rollout_as_shadow"]:
         found[PHANTOM] = beta_of_current_version(batch, behind, clip)
     if request["keep"] and request["mismatch"]:
         lots, lengths = _of_responses(data, LOTS), lengths_B.tolist()
-        found[CANDIDATES] = Candidates.of_batch(request["keep"], lots, with_shadow or batch, lengths)
+        found[CANDIDATES] = Candidates.of_batch(request["keep"], lots, flat, lengths)
     return found
 
 
