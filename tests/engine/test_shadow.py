@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_precision.engine.shadow import straight_through
+from verl_precision.losses.ratios import straight_through
 
 
 @settings(deadline=None)

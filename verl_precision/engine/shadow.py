@@ -18,25 +18,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.loss_scaling import local_part
+from verl_precision.losses.ratios import straight_through
 
 ROUNDED_TO = "verl_precision_rounded_to"  # key in a batch: the dtype to which weights are rounded for the forward
 # Keys in a model's output: the shadow's log-probs, and the training's own if `log_probs` has the shadow's values.
 OF_SHADOW, OF_TRAINING = "verl_precision_shadow_log_probs", "verl_precision_training_log_probs"
-
-
-class _StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, gradient_of: Tensor) -> Tensor:
-        return value.to(gradient_of.dtype, copy=True)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[None, Tensor]:
-        return None, gradients[0]
-
-
-def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
-    """Return x̃ = `value` in the dtype of `gradient_of`, with ∂x̃/∂gradient_of = 1, also where x̃ is not finite."""
-    return _StraightThrough.apply(value.detach(), gradient_of)
 
 
 def loss_beside_shadow(loss_function: Callable, shadow_log_probs: Tensor, in_ratio: bool) -> Callable:

@@ -131,6 +131,11 @@ def loss_with_slope(batch: Batch, objective_B: Tensor, slope_BT: Tensor, aggrega
     return loss
 
 
+def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
+    """Return x̃ = `value` in the dtype of `gradient_of`, with ∂x̃/∂gradient_of = 1, also where x̃ is not finite."""
+    return _GivenGradient.apply(gradient_of, value.detach().to(gradient_of.dtype), value.new_ones(()))
+
+
 class _GivenGradient(torch.autograd.Function):
     """A value with a given first derivative; there is no second."""
 
