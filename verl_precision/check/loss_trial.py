@@ -94,12 +94,8 @@ def _outcome(config: DictConfig, loss: Any, tried: TriedLoss) -> TriedLoss:
     except TypeError as error:
         raise invariance.UnusableLossError(f"it cannot be called with {', '.join(KEYWORDS)}: {error}") from error
     call, batch = _as_verl_calls(loss, config), invariance.trial_batch(weighted=weighted)
-
-    def unweighted(part: LossInputs, counts: invariance.Counts) -> Tensor:
-        return call(part._replace(rollout_is_weights=None), counts)
-
-    trial = invariance.try_loss(call, batch)
-    ignored = weighted and not invariance.gradients_differ(call, unweighted, batch)
+    trial, unweighted = invariance.try_loss(call, batch), batch._replace(rollout_is_weights=None)
+    ignored = weighted and not invariance.gradients_differ(call, batch, unweighted)
     return replace(tried, trial=trial, ignores_weights=ignored)
 
 

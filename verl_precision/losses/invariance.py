@@ -98,10 +98,10 @@ def try_loss(loss: Loss, batch: LossInputs) -> Trial:
     return Trial(dict(zip(CUTS, cuts, strict=True)), ranks, padding, masked, nonfinite, random)
 
 
-def gradients_differ(one: Loss, other: Loss, batch: LossInputs) -> bool:
-    """Return whether two losses differ on a batch, with the same random numbers."""
+def gradients_differ(loss: Loss, one: LossInputs, other: LossInputs) -> bool:
+    """Return whether a loss differs on two batches, with the same random numbers."""
     with torch.random.fork_rng(devices=[]):
-        first, second = (_gradient(loss, batch, seed=0) for loss in (one, other))
+        first, second = (_gradient(loss, batch, seed=0) for batch in (one, other))
     return _difference(second[None], first[None]) > DEPENDS
 
 
