@@ -8,7 +8,7 @@ while weights are sent.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from verl_precision.base.errors import WeightSyncError
 
+Weights = Iterator[tuple[str, Tensor]]  # a weight stream: names and tensors
 VERSION = 2  # of the manifest; both sides must have the same
 ANNOUNCEMENT_NAME = "__verl_precision_manifest_follows__"  # the stream's first item; without it: no digests
 MANIFEST_NAME = "__verl_precision_manifest__"
@@ -145,9 +146,7 @@ def integers(dtype: torch.dtype) -> torch.dtype:
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
 
 
-def send_with_manifest(
-    weights: Iterable[tuple[str, Tensor]], reply_to: str | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def send_with_manifest(weights: Weights, reply_to: str | None = None) -> Weights:
     """Yield an announcement, the unchanged stream, and the manifest as uint8; the rollout answers in `reply_to`."""
     yield ANNOUNCEMENT_NAME, torch.empty(0, dtype=torch.uint8)  # without bytes: it moves no tensor in the buffer
     digests = StreamDigest()

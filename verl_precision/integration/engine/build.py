@@ -7,12 +7,12 @@ step on: `optional_steps`. The steps build the model of an actor, a critic or a 
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 
@@ -28,11 +28,10 @@ from verl_precision.integration.engine.router_replay import RouterReplay
 from verl_precision.integration.engine.weight_export import adapter_layers
 from verl_precision.integration.ledger import already_registered
 from verl_precision.weight_sync.bf16_grid import Bf16Grid
-from verl_precision.weight_sync.manifest import send_with_manifest
+from verl_precision.weight_sync.manifest import Weights, send_with_manifest
 from verl_precision.weight_sync.report import ReportBox
 
 Step = Callable[[Any, nn.Module], nn.Module]
-Weights = Iterator[tuple[str, Tensor]]
 
 # (device, vendor): verl prefers such a key to its own keys, which name only the device, so no key is replaced.
 NVIDIA, CPU = ("cuda", "nvidia"), ("cpu", "cpu")

@@ -5,7 +5,6 @@ stochastic rounding the probability that such an update changes the rollout's we
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from verl_precision.base.dtypes import torch_dtype
 from verl_precision.integration.engine.build import EnginePart
+from verl_precision.weight_sync.manifest import Weights
 
 _CHUNK = 1 << 22  # elements rounded at a time: 100 MiB of temporaries, however large the tensor
 
@@ -26,9 +26,7 @@ def round_what_is_sent(engine: Any, module: nn.Module) -> nn.Module:
     return module
 
 
-def rounded_stream(
-    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, step: int
-) -> Iterator[tuple[str, Tensor]]:
+def rounded_stream(weights: Weights, dtype: torch.dtype, step: int) -> Weights:
     """Yield the weights, FP32 ones rounded at random; step and name are the seed, so all processes send the same."""
     for name, weight in weights:
         if weight.dtype == torch.float32:
