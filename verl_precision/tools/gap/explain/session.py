@@ -22,15 +22,7 @@ from verl_precision.tools.engines.fsdp_scorer import TrainerEngine
 from verl_precision.tools.engines.model import find_model, model_location
 from verl_precision.tools.engines.vllm_sampler import VllmEngine
 from verl_precision.tools.gap.explain.judge import FILE, Result, judge, longest_sum, show, write
-from verl_precision.tools.gap.explain.variants import (
-    REPLAYED,
-    ROLLOUT,
-    Variant,
-    engine_of,
-    reference,
-    replayed,
-    variants,
-)
+from verl_precision.tools.gap.explain.variants import REPLAYED, ROLLOUT, Variant, engine_of, reference, variants
 from verl_precision.tools.jobs.job import Job, Series, Store, Tasks, open_store
 from verl_precision.tools.jobs.journal import Key
 from verl_precision.tools.jobs.problems import prompt_tokens
@@ -71,8 +63,10 @@ def explain(
         found = {one.name: _log_probs(store, one) for one in wanted}
         routing = None
         if routed:
-            fill([_Replay(store, one, engine_of(chain)) for one in wanted], replayed(chain))
-            routing = {one.name: _read_routing(store, one, engine_of(chain)) for one in wanted}
+            engine, words = engine_of(chain), "with the experts of another variant"
+            replays = replace(engine, name=REPLAYED, cause="", words=words, routing="replayed")
+            fill([_Replay(store, one, engine) for one in wanted], replays)
+            routing = {one.name: _read_routing(store, one, engine) for one in wanted}
     for weights in folder.glob("weights-*"):
         shutil.rmtree(weights)
     result = judge(job, chain, found, routing, longest_sum(models["trainer"].config))

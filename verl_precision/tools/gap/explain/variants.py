@@ -108,9 +108,3 @@ def reference(job: Explanation, chain: Sequence[Variant]) -> tuple[Variant, Vari
         after = next(one for one in chain if one.cause == "trainer_precision")
         return chain[chain.index(after) - 1], after
     return engine, in_bf16
-
-
-def replayed(chain: Sequence[Variant]) -> Variant:
-    """Return the trainer's engine in FP32, which computes with the experts that another variant chose."""
-    words = "with the experts of another variant"
-    return replace(engine_of(chain), name=REPLAYED, cause="", words=words, routing="replayed")
