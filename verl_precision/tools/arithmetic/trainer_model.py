@@ -16,13 +16,7 @@ from transformers.masking_utils import flash_attention_mask
 from verl.utils.device import get_device_name
 
 from verl_precision.base.dtypes import EXACT
-from verl_precision.engine.arithmetic_choice import (
-    FAMILIES,
-    arithmetic_in_use,
-    inner_dtype,
-    refused,
-    require_family,
-)
+from verl_precision.engine.arithmetic_choice import FAMILIES, arithmetic_in_use, inner_dtype, refused, require_family
 from verl_precision.tools.arithmetic import operations
 from verl_precision.tools.arithmetic.operations import attention, packed
 
