@@ -1,2 +1,2 @@
-"""Code that all other packages share: errors, files, settings, versions, mergeable statistics, and the dtypes in a
-config of verl."""
+"""Code that all other packages share: errors, loggers, files, settings, versions, mergeable statistics, and the dtypes
+in a config of verl."""

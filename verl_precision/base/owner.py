@@ -13,7 +13,6 @@ after `kill -9`. Child processes do not inherit the lock. Limits:
 import errno
 import fcntl
 import json
-import logging
 import os
 import socket
 import threading
@@ -26,6 +25,7 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from verl_precision.base.files import require_regular
+from verl_precision.base.loggers import general as logger
 from verl_precision.base.state import MOST_BYTES, read_state
 
 OWNER_FILE = "owner.txt"
@@ -35,8 +35,6 @@ JOB_ID = "VERL_PRECISION_JOB"  # id of a job that is started again for the same 
 RUN_MARK = "VERL_PRECISION_RUN"  # set in every process of a `compare` run, so that exactly these are ended
 _JOB_IDS = (JOB_ID, "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-
-logger = logging.getLogger("verl_precision")
 _held: dict[tuple[int, Path], IO[bytes]] = {}  # process and folder -> the locked file; a forked child holds no lock
 _one_at_a_time = threading.Lock()  # the kernel's lock does not exclude other threads of this process
 

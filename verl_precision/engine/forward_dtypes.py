@@ -1,6 +1,5 @@
 """Verifies the dtype of every matrix product in a forward pass; an output head in FP32."""
 
-import logging
 from collections import Counter
 from types import MethodType
 from typing import Any
@@ -10,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verl_precision.base.errors import ConfigurationError, PrecisionContradictionError
+from verl_precision.base.loggers import engine as logger
 from verl_precision.weight_sync.manifest import dtype_name
-
-logger = logging.getLogger("verl_precision.engine")
 
 _SHOWN = 5  # modules named in an error message
 

@@ -6,7 +6,6 @@ and a small JSON file beside verl's shards lets a resumed run continue exactly.
 """
 
 import json
-import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from verl_precision.base.dtypes import HALF, torch_dtype
 from verl_precision.base.errors import CheckpointStateError, EnvironmentMismatchError
 from verl_precision.base.files import write_file
+from verl_precision.base.loggers import engine as logger
 from verl_precision.base.state import STRICT, read_state, refused_in_words
 from verl_precision.engine.settings import LossScaleSettings
 
@@ -30,8 +30,6 @@ FILE_NAME = "loss_scale.json"
 _SAMPLE = 1 << 16
 _SHOWN = 5  # parameters named in an error message
 _DELETE = f"Restore {FILE_NAME}, or delete it to start from loss_scale.initial."
-
-logger = logging.getLogger("verl_precision.engine")
 
 
 class ScalerStep(NamedTuple):

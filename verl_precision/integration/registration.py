@@ -18,12 +18,12 @@ import wrapt
 from verl_precision import __version__
 from verl_precision.base.errors import RegistrationError, VerlPrecisionError
 from verl_precision.base.files import table_of
+from verl_precision.base.loggers import general as logger
 from verl_precision.base.versions import installed_version, require_tested
 from verl_precision.integration.ledger import CORE, check_module, is_lost, modules_to_check
 from verl_precision.losses.registry import POLICY_LOSSES
 from verl_precision.losses.rollout_weights import WEIGHT_KINDS
 
-logger = logging.getLogger("verl_precision")
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 _handler = logging.StreamHandler()
 _handler.setFormatter(logging.Formatter("%(levelname)s:%(asctime)s:%(message)s"))  # as verl's

@@ -5,7 +5,6 @@ the batch in place, and writes no temporaries. Both give the same sums up to flo
 """
 
 import functools
-import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl_precision.base.loggers import mismatch as logger
 from verl_precision.base.mergeable import Count, Statistic
 from verl_precision.mismatch.packing import FlatBatch, slices
 from verl_precision.mismatch.token_sums import TokenSums, counts_of_bits, totals_of_signed
@@ -23,8 +23,6 @@ from verl_precision.mismatch.token_sums import TokenSums, counts_of_bits, totals
 SMALLEST_BATCH = 1 << 18
 # Tokens of a piece that one thread takes at a time: 5 ms of work, so that distributing the pieces costs little.
 PIECE_TOKENS = 1 << 19
-
-logger = logging.getLogger("verl_precision.mismatch")
 
 
 class Measured(NamedTuple):

@@ -1,6 +1,5 @@
 """The mismatch of any training loop: measure each micro-batch, and end each step with metrics, alarms and a verdict."""
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -8,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.loggers import mismatch as logger
 from verl_precision.base.mergeable import Mergeable, merge_by_name
 from verl_precision.losses.settings import ClipRange
 from verl_precision.mismatch.alarm import Alarm, MismatchAlarm, act_on
@@ -21,8 +21,6 @@ from verl_precision.mismatch.verdict import Judge, Verdict
 MISMATCH = "verl_precision/mismatch_statistics"
 TURNS = "verl_precision/turn_statistics"
 PHANTOM = "verl_precision/phantom_statistics"
-
-logger = logging.getLogger("verl_precision.mismatch")
 
 
 class StepReport(NamedTuple):

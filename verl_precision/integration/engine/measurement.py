@@ -5,7 +5,6 @@ The trainer puts a request into a batch's data (`run_monitor.py`). The worker re
 """
 
 import functools
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -15,6 +14,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
+from verl_precision.base.loggers import mismatch as logger
 from verl_precision.base.mergeable import Count
 from verl_precision.engine.settings import ShadowSettings
 from verl_precision.engine.shadow import OF_SHADOW, OF_TRAINING
@@ -35,8 +35,6 @@ LOTS = "verl_precision_lots"
 # Keys of what comes back beside the sets of statistics of `mismatch.monitor`.
 CANDIDATES = "verl_precision/candidates"
 FAILED = "verl_precision/failed_measurements"
-
-logger = logging.getLogger("verl_precision.mismatch")
 
 
 class MeasureOrder(TypedDict):

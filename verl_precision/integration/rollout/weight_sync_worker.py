@@ -18,13 +18,12 @@ from verl.workers.rollout.vllm_rollout import utils as verl_vllm
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from verl_precision.base.errors import WeightSyncError
+from verl_precision.base.loggers import weight_sync as logger
 from verl_precision.integration.cpu.vllm_on_cpu import bind_again, layerwise_reload
 from verl_precision.integration.rollout.load_recorder import Sync, choose_layers, comparable, record_loads
 from verl_precision.integration.rollout.weight_socket import own_path
 from verl_precision.weight_sync import manifest, verify
 from verl_precision.weight_sync.verify import LayerRecord, NotVerifiableError, not_held
-
-logger = logging.getLogger("verl_precision.weight_sync")
 
 SYNC_HELP = (
     "The rollout would sample from a policy that is not the trainer's. Usual causes: a layer that keeps a "

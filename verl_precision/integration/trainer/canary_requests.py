@@ -4,7 +4,6 @@ The replicas answer while they sample the next step. When sampling has ended, th
 the weights that it sent, and compares before its next update, so a wrong rollout costs no update.
 """
 
-import logging
 import time
 import uuid
 from collections.abc import Sequence
@@ -19,12 +18,11 @@ from verl.utils import tensordict_utils as tu
 from verl_precision.base import verl_config
 from verl_precision.base.dtypes import DTYPES, short, torch_dtype
 from verl_precision.base.errors import WeightSyncError
+from verl_precision.base.loggers import weight_sync as logger
 from verl_precision.base.verl_config import engines, lora_rank, rollout_dtype
 from verl_precision.engine.shadow import ROUNDED_TO
 from verl_precision.weight_sync.canary import CanaryJudge, canary_tokens
 from verl_precision.weight_sync.settings import canary_settings
-
-logger = logging.getLogger("verl_precision.weight_sync")
 
 CANARY_HELP = (
     "The weights arrived intact, but the engine that serves requests does not use them. Usual causes: a replica that a "

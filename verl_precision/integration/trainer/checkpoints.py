@@ -9,7 +9,6 @@ file has none. In asynchronous modes the folder `transfer_queue`, with the promp
 A checkpoint whose folder has a file `KEEP` is not deleted.
 """
 
-import logging
 import re
 import zipfile
 from collections import defaultdict
@@ -21,10 +20,9 @@ from omegaconf import DictConfig
 
 from verl_precision.base.errors import CheckpointStateError
 from verl_precision.base.files import write_file
+from verl_precision.base.loggers import general as logger
 from verl_precision.base.state import read_state
 from verl_precision.base.verl_config import FSDP, engines
-
-logger = logging.getLogger("verl_precision")
 
 LAST_FILE, QUEUE = "data.pt", "transfer_queue"
 TRACKER = "latest_checkpointed_iteration.txt"

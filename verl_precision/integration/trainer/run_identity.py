@@ -17,7 +17,6 @@ import functools
 import hashlib
 import itertools
 import json
-import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
@@ -32,6 +31,7 @@ from verl_precision.base import owner
 from verl_precision.base.content import content_digest, weight_files
 from verl_precision.base.errors import ConfigurationError, filled
 from verl_precision.base.files import table_of, write_file
+from verl_precision.base.loggers import general as logger
 from verl_precision.base.state import STRICT, read_state
 from verl_precision.base.verl_config import leaves
 from verl_precision.integration.trainer.checkpoints import RESCUE_FILE
@@ -48,8 +48,6 @@ IGNORED_SETTINGS = frozenset(_KNOWN["ignored"])
 _TRAINER_MODE = "trainer.v1.trainer_mode"
 _NOT_SET: tuple[Any, ...] = (None, [])
 _SCRATCH = "default_of_a_setting"
-
-logger = logging.getLogger("verl_precision")
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=STRICT)

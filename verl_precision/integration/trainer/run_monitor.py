@@ -6,7 +6,6 @@ shadow splits the gap, the worker measures in an update (`measurement.py`).
 
 import contextlib
 import json
-import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from verl_precision.base.errors import MismatchAlarmError
 from verl_precision.base.files import write_file
+from verl_precision.base.loggers import mismatch as logger
 from verl_precision.base.mergeable import Count, Mean, Statistic, merge_by_name
 from verl_precision.base.state import read_state
 from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype
@@ -42,8 +42,6 @@ from verl_precision.mismatch.settings import MismatchSettings
 ALARM_FILE, STEP_METRICS = "mismatch_alarm.json", "step_metrics.json"
 # The worker reports metrics with these prefixes; verl puts `actor/` before them, which is removed here.
 METRIC_PREFIXES = ("mismatch/", "phantom/", "precision/", "weight_sync/")
-
-logger = logging.getLogger("verl_precision.mismatch")
 
 
 class RunMonitor:

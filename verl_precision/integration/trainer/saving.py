@@ -5,7 +5,6 @@ empty file in the run's folder (`touch` works too), and the trainer removes it a
 saves and ends the run. A second SIGTERM, or the first of a run without checkpoints, ends the run at once.
 """
 
-import logging
 import math
 import shutil
 import signal
@@ -19,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
 from verl_precision.base.errors import MismatchAlarmError
+from verl_precision.base.loggers import general as logger
 from verl_precision.base.settings import settings
 from verl_precision.integration.ledger import lost_symbols
 from verl_precision.integration.trainer.checkpoints import LAST_FILE, QUEUE, keep_checkpoint_before
@@ -26,8 +26,6 @@ from verl_precision.integration.trainer.metrics_file import series_goes_on
 
 SAVE, END, ENDING = ".save_requested", ".end_requested", ".ending"  # the trainer answers END with ENDING
 EXIT_ASKED_TO_END = 128 + signal.SIGTERM  # exit code of a run that has ended on request
-
-logger = logging.getLogger("verl_precision")
 
 
 @settings("checkpoint.{}".format)

@@ -9,7 +9,6 @@ rescue. Without the file, or with another `on_alarm`, that command continues the
 """
 
 import json
-import logging
 import os
 import re
 import sys
@@ -24,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic.dataclasses import dataclass
 
 from verl_precision.base.files import write_file
+from verl_precision.base.loggers import mismatch as logger
 from verl_precision.base.overrides import quoted
 from verl_precision.base.state import STRICT, read_state
 from verl_precision.integration.trainer.checkpoints import MARK, RESCUE_FILE, checkpoints_in, is_complete
@@ -35,8 +35,6 @@ from verl_precision.mismatch.settings import ON_ALARM
 CURABLE: tuple[str, ...] = ("low_effective_sample_size", "k3_growth", "gap_growth", "phantom_clipping")
 FAULTS: tuple[str, ...] = ("trainer_not_finite", "rollout_not_finite", "responses_not_finite", "policies_differ")
 FAULTS += ("repeated_overflow", "loss_scale_at_minimum")
-
-logger = logging.getLogger("verl_precision.mismatch")
 
 
 class Action(NamedTuple):

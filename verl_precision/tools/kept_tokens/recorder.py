@@ -6,7 +6,6 @@ update's first mini-batch, from the worker.
 """
 
 import functools
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl_precision.base.loggers import mismatch as logger
 from verl_precision.integration.trainer.metrics_file import metrics_path
 from verl_precision.integration.trainer.run_monitor import fetch_rows, real_rows
 from verl_precision.losses.registry import LossInUse
@@ -24,8 +24,6 @@ from verl_precision.tools.kept_tokens.decisions import LOST, Tokens, decide
 from verl_precision.tools.kept_tokens.kept_file import KeptResponse
 
 _LARGEST_GAP = 60.0  # nats; in the damage, a larger gap counts as this gap
-
-logger = logging.getLogger("verl_precision.mismatch")
 
 
 class TokenRecorder:

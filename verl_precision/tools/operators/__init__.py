@@ -4,13 +4,13 @@
 """
 
 import contextlib
-import logging
 import queue
 import threading
 from typing import Any
 
+from verl_precision.base.loggers import mismatch as logger
+
 END_SECONDS = 5  # longest wait at the end of a run
-logger = logging.getLogger("verl_precision.mismatch")
 
 
 class Outlet:

@@ -24,6 +24,7 @@ import warnings
 from importlib.util import find_spec
 
 from verl_precision.base.errors import EnvironmentMismatchError
+from verl_precision.base.loggers import general as logger
 from verl_precision.tools.rewards.answer_text import plain_number
 
 INSTALL = 'pip install "math-verify[antlr4_9_3]"'
@@ -31,8 +32,6 @@ SECONDS = 10.0  # for one pair; the limits within the process act first if they 
 SECONDS_WITHIN = 3  # to read one answer as published, and to compare two; 9 in all. The authors allow 1
 MEMORY = 4 << 30  # bytes of address space. SymPy needs a tenth; a power tower ends the process, not the host
 _START_SECONDS = 120.0  # for the process to load SymPy, on a machine that is busy
-
-logger = logging.getLogger("verl_precision")
 
 
 def braced_box(text: str) -> str | None:
