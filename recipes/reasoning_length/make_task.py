@@ -115,12 +115,13 @@ def lessons(seed: int) -> Callable[[], tuple[Tensor, Tensor]]:
     return batch
 
 
-def build_model(seed: int, on_progress: OnProgress = lambda step: None) -> nn.Module:
+def build_model(seed: int, on_progress: OnProgress = lambda step: None, least_wrong: float = LEAST_WRONG) -> nn.Module:
     """Return a Qwen3 in FP32, trained to the teacher's probabilities; the same number of updates on every machine.
 
     Args:
         seed: Seed of weights and lessons.
         on_progress: Called with the number of updates so far.
+        least_wrong: Log-probability of all wrong words together above which training lowers it; 0: never.
     """
     model = random_model("qwen3", CONFIG, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, betas=(0.9, 0.98))
@@ -139,7 +140,7 @@ def build_model(seed: int, on_progress: OnProgress = lambda step: None) -> nn.Mo
         wrong = logits.masked_fill(taught, float("-inf")).logsumexp(-1) - logits.logsumexp(
             -1
         )  # log of their probability
-        surplus = nn.functional.relu(wrong - LEAST_WRONG)
+        surplus = nn.functional.relu(wrong - least_wrong)
         optimizer.zero_grad()
         # Few tokens are no step. And a response of 8,192 tokens must stay right while its weights move.
         (losses.mean() + heads.mean() + losses[:, -2:].mean() + 0.1 * surplus.mean()).backward()
@@ -156,9 +157,9 @@ def build_tokenizer():
     return tiny_model.build_tokenizer(CHAT_TEMPLATE, VOCABULARY, unknown=EQUALS, words=True, positions=positions)
 
 
-def write_task(folder: Path, seed: int, on_progress: OnProgress = lambda step: None) -> None:
+def write_task(folder: Path, seed: int, on_progress: OnProgress, least_wrong: float) -> None:
     """Write the model and the questions of each length into a new folder; after an interruption there is no folder."""
-    model = build_model(seed, on_progress)
+    model = build_model(seed, on_progress, least_wrong)
     answers = right_answers(seed)
     with new_folder(folder) as whole:
         (whole / "model").mkdir(parents=True)
@@ -173,12 +174,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="model and prompts_TOKENS.jsonl are written into it.")
     parser.add_argument("--seed", type=int, default=0, help="Of the task and its model. Default: 0.")
+    less = f"Log-probability that wrong words may have; 0: whatever they have. Default: {LEAST_WRONG:g}."
+    parser.add_argument("--least-wrong", type=float, default=LEAST_WRONG, help=less)
     arguments = parser.parse_args()
     if not arguments.folder.exists():
         columns = (*Progress.get_default_columns()[:3], TextColumn("{task.completed} updates"), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True)) as progress:
             bar = progress.add_task("training the model", total=UPDATES)
-            write_task(arguments.folder, arguments.seed, lambda step: progress.update(bar, completed=step))
+
+            def show(step: int) -> None:
+                progress.update(bar, completed=step)
+
+            write_task(arguments.folder, arguments.seed, show, arguments.least_wrong)
     print(arguments.folder)
 
 

@@ -24,20 +24,11 @@ from verl_precision.tools.show.figures import style
 from verl_precision.tools.show.tables import markdown_table
 
 FIRST, LAST = 3, 4  # steps
-REWARD, K3 = "critic/score/mean", "mismatch/k3_kl"
+REWARD, K3, LENGTH = "critic/score/mean", "mismatch/k3_kl", "response_length/mean"
 SPREAD, SHARE = "mismatch/sequence_log_ratio_std", "mismatch/sequence_ess_fraction"
 LINES = {"pg_seq_is": "-", "grpo_token_tis": "--"}
-KEPT = (
-    REWARD,
-    K3,
-    SPREAD,
-    SHARE,
-    "response_length/mean",
-    "actor/grad_norm",
-    "timing_s/gen",
-    "timing_s/update_actor",
-    "timing_s/step",
-)
+SECONDS = ("timing_s/gen", "timing_s/update_actor", "timing_s/step")
+KEPT = (REWARD, K3, SPREAD, SHARE, LENGTH, "actor/is_weight_ess_fraction", "actor/grad_norm", *SECONDS)
 
 
 class Outcome(NamedTuple):
@@ -50,16 +41,12 @@ class Outcome(NamedTuple):
     steps: int
     k3: float
     spread: float  # nats
+    predicted: float  # from k3 and the mean length of each step
     share: float  # effective responses over all responses
     first: float  # reward
     last: float
     seconds: float  # a step, median
     alarms: str
-
-    @property
-    def predicted(self) -> float:
-        """Return the spread that k3 and the length predict, with the answer and the end."""
-        return predicted_spread(self.k3, self.tokens + 2)
 
     @property
     def gain(self) -> float:
@@ -79,7 +66,12 @@ def outcome_of(run: Run) -> Outcome:
     alarms = ", ".join(f"{name} {step}" for name, step in RunView(run, 0).first_alarms.items())
     return Outcome(
         *(precision, estimator, int(tokens), seed.removeprefix("seed_"), len(run.rows)),
-        *(mean(metric) for metric in (K3, SPREAD, SHARE)),
+        *(
+            mean(K3),
+            mean(SPREAD),
+            statistics.fmean(predicted_spread(row[K3], row[LENGTH]) for row in run.rows),
+            mean(SHARE),
+        ),
         *(mean(REWARD, slice(FIRST)), mean(REWARD, slice(-LAST, None))),
         *(statistics.median(row["timing_s/step"] for row in run.rows), alarms or "none"),
     )
@@ -120,7 +112,8 @@ def by_length(outcomes: list[Outcome]) -> str:
     rows = []
     for tokens in sorted({each.tokens for each in outcomes}):
         same = [each for each in outcomes if each.tokens == tokens]
-        bf16 = [each for each in same if (each.precision, each.estimator) == ("bf16", "pg_seq_is")]
+        if not (bf16 := [each for each in same if (each.precision, each.estimator) == ("bf16", "pg_seq_is")]):
+            continue
         means = (statistics.fmean(getattr(each, name) for each in bf16) for name in ("spread", "predicted", "share"))
         arms = [(precision, name) for name in LINES for precision in PRECISIONS]
         gains = [[f"{each.gain:+.2f}" for each in same if (each.precision, each.estimator) == arm] for arm in arms]
@@ -165,8 +158,7 @@ def record(runs: list[Run], folder: Path) -> None:
         (folder / arm / seed).mkdir(parents=True, exist_ok=True)
         with (folder / arm / seed / "metrics.jsonl").open("w") as file:
             for row in run.rows:
-                alarms = {key: value for key, value in row.items() if key.startswith("alarm/") and value}
-                data = {key: float(f"{row[key]:.6g}") for key in KEPT if key in row} | alarms
+                data = {key: float(f"{row[key]:.6g}") for key in KEPT if key in row}
                 file.write(json.dumps({"step": int(row["step"]), "data": data}) + "\n")
 
 
