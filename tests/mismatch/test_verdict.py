@@ -89,6 +89,7 @@ CASES = {
     "no longer measured": (run(90, k3=late(1e-5, 1, 50)), "watch", "nothing is measured since step 50"),
     "short with an alarm": (run(6, sample=0.15), "watch", "low_effective_sample_size since step 1"),
     "a thin sample": (run(6, sample=0.02), "act now", "is_weight_ess_fraction 0.02, allowed down to 0.2"),
+    "a sample that was thin": (run(9, sample=late(0.9, 8, else_=0.02)), "act now", "fraction 0.02, now 0.9, allowed"),
     "clipped, learns": (run(60, clipped=0.05), "watch", "phantom_clipping since step 1"),
     "clipped, stalls": (run(60, clipped=0.05, reward=lambda step: step % 3), "act now", "reward 1 to "),
     "grows": (run(60, k3=late(1e-3, 41, else_=1e-5)), "act now", "k3_growth since step 41"),

@@ -126,8 +126,11 @@ class Judge:
         cause = next(cause for cause in CAUSES.values() if name in cause)
         first = min(cause, key=lambda each: begun.get(each, since if each == name else math.inf))  # to cure
         advice = ADVICE[first].without(self.alarm.in_use)
-        number = raised and f": {raised.metric} {self._last.get(raised.metric, raised.seen):.3g}, {raised.normal}"
-        reason = f"{name} since step {since}{number or ''}" + (f"; {more}" if more else "")
+        reason = f"{name} since step {since}"
+        if raised:
+            seen, last = (f"{value:.3g}" for value in (raised.seen, self._last.get(raised.metric, raised.seen)))
+            reason += f": {raised.metric} {seen}{f', now {last}' if last != seen else ''}, {raised.normal}"
+        reason += f"; {more}" if more else ""
         return Verdict(word, reason, (*advice.try_first, "verl-precision explain --run FOLDER")[0], name)
 
     def _reward(self) -> tuple[str, str, str]:
