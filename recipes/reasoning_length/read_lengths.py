@@ -148,6 +148,7 @@ def draw(outcomes: list[Outcome]) -> Figure:
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.legend(frameon=False, fontsize=8)
     spreads.set_yscale("log")
+    gains.set_ylim(bottom=min(0, *(each.gain for each in outcomes)))
     return figure
 
 
