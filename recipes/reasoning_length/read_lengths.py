@@ -1,7 +1,7 @@
 """The reward that is gained, and the spread of log-weights, by the length of the reasoning; measured and predicted.
 
     python recipes/reasoning_length/read_lengths.py outputs/reasoning_length/*-*
-    python recipes/reasoning_length/read_lengths.py tests/mismatch/recorded/reasoning_length --figure docs/length.png
+    python recipes/reasoning_length/read_lengths.py tests/data/reasoning_length/sure --figure docs/length.png
 
 The script reads runs in folders <precision>_<estimator>_<tokens>/seed_<n>. The mismatch is the mean of all steps, the
 reward that of the first three and of the last four. The prediction needs the k3 and the length alone.
