@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from teacher import ANSWERS, CHAT_TEMPLATE, HOW_USUAL, QUESTIONS, WORDINGS, right_answers, teacher
 from torch import Tensor, nn
 
 from verl_precision.base.files import new_folder
@@ -27,12 +28,9 @@ from verl_precision.tools import tiny_model
 from verl_precision.tools.tiny_model import IM_END, random_model, save, settings, write_problems
 
 END, EQUALS = IM_END, "="
-QUESTIONS = [f"q{number:02d}" for number in range(16)]
-ANSWERS = [f"a{number:02d}" for number in range(16)]
-REASONING, WORDINGS, HOW_USUAL = 128, "abcd", (0.6, 0.25, 0.1, 0.05)
+REASONING = 128
 STEPS = [f"s{step:03d}{wording}" for step in range(REASONING) for wording in WORDINGS]
 VOCABULARY = [END, EQUALS, *QUESTIONS, *ANSWERS, *STEPS]
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} ={% endfor %}"
 LOGIT_SIZES = (0, 20, 50, 70, 100, 200)
 CONFIG = settings("qwen3")[1] | {
     "vocab_size": len(VOCABULARY),
@@ -46,22 +44,6 @@ CONFIG = settings("qwen3")[1] | {
 BATCH, UPDATES, WARM_UP, LEARNING_RATE = 64, 500, 20, 3e-3
 
 OnProgress = Callable[[int], None]
-
-
-def teacher(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, by question, the right answer, the teacher's wrong answer, and how often the teacher is right."""
-    right = torch.randint(len(ANSWERS), (len(QUESTIONS),), generator=generator)
-    wrong = (right + torch.randint(1, len(ANSWERS), right.shape, generator=generator)) % len(ANSWERS)
-    return right, wrong, 0.3 + 0.4 * torch.rand(right.shape, generator=generator)
-
-
-def right_answers(seed: int) -> list[str]:
-    """Return the right answer to each question.
-
-    Args:
-        seed: Seed of the task.
-    """
-    return [ANSWERS[index] for index in teacher(torch.Generator().manual_seed(seed))[0]]
 
 
 def lessons(seed: int) -> Callable[[], Tensor]:

@@ -13,6 +13,7 @@ fixed wrong answer.
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,16 +27,16 @@ from verl_precision.base.files import new_folder
 from verl_precision.tools import tiny_model
 from verl_precision.tools.tiny_model import IM_END, random_model, save, settings, write_problems
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "collapse"))
+from teacher import ANSWERS, CHAT_TEMPLATE, HOW_USUAL, QUESTIONS, WORDINGS, right_answers, teacher
+
 END, EQUALS = IM_END, "="
-CHAPTER, STEPS, WORDINGS, HOW_USUAL = 64, 62, "abcd", (0.6, 0.25, 0.1, 0.05)
+CHAPTER, STEPS = 64, 62
 LENGTHS = (128, 512, 2048, 8192)  # tokens of reasoning
 MOST = LENGTHS[-1] // CHAPTER
-QUESTIONS = [f"q{number:02d}" for number in range(16)]
-ANSWERS = [f"a{number:02d}" for number in range(16)]
 CHAPTERS = [f"c{number:03d}" for number in range(MOST + 1)]
 REASONING = [f"s{step:02d}{wording}" for step in range(STEPS) for wording in WORDINGS]
 VOCABULARY = [END, EQUALS, *QUESTIONS, *ANSWERS, *CHAPTERS, *REASONING]
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} ={% endfor %}"
 LAYERS = 1
 CONFIG = settings("qwen3")[1] | {
     "vocab_size": len(VOCABULARY),
@@ -54,22 +55,6 @@ LEAST_WRONG = -18.0  # log-probability of all words together that the teacher wo
 BATCH, LESSON, UPDATES, WARM_UP, LEARNING_RATE = 16, 4, 1500, 20, 5e-3
 
 OnProgress = Callable[[int], None]
-
-
-def teacher(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, by question, the right answer, the teacher's wrong answer, and how often the teacher is right."""
-    right = torch.randint(len(ANSWERS), (len(QUESTIONS),), generator=generator)
-    wrong = (right + torch.randint(1, len(ANSWERS), right.shape, generator=generator)) % len(ANSWERS)
-    return right, wrong, 0.3 + 0.4 * torch.rand(right.shape, generator=generator)
-
-
-def right_answers(seed: int) -> list[str]:
-    """Return the right answer to each question.
-
-    Args:
-        seed: Seed of the task.
-    """
-    return [ANSWERS[index] for index in teacher(torch.Generator().manual_seed(seed))[0]]
 
 
 def lessons(seed: int) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -136,11 +121,8 @@ def build_model(seed: int, on_progress: OnProgress = lambda step: None, least_wr
             logits.transpose(1, 2), probabilities[:, PROMPT - 1 :].transpose(1, 2), reduction="none"
         )
         heads = losses[:, :-2].unflatten(1, (LESSON, CHAPTER))[:, :, :2]
-        taught = probabilities[:, PROMPT - 1 :] > 0
-        wrong = logits.masked_fill(taught, float("-inf")).logsumexp(-1) - logits.logsumexp(
-            -1
-        )  # log of their probability
-        surplus = nn.functional.relu(wrong - least_wrong)
+        not_taught = logits.masked_fill(probabilities[:, PROMPT - 1 :] > 0, float("-inf"))
+        surplus = nn.functional.relu(not_taught.logsumexp(-1) - logits.logsumexp(-1) - least_wrong)
         optimizer.zero_grad()
         # Few tokens are no step. And a response of 8,192 tokens must stay right while its weights move.
         (losses.mean() + heads.mean() + losses[:, -2:].mean() + 0.1 * surplus.mean()).backward()
@@ -181,11 +163,8 @@ def main() -> None:
         columns = (*Progress.get_default_columns()[:3], TextColumn("{task.completed} updates"), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True)) as progress:
             bar = progress.add_task("training the model", total=UPDATES)
-
-            def show(step: int) -> None:
-                progress.update(bar, completed=step)
-
-            write_task(arguments.folder, arguments.seed, show, arguments.least_wrong)
+            report = lambda step: progress.update(bar, completed=step)  # noqa: E731
+            write_task(arguments.folder, arguments.seed, report, arguments.least_wrong)
     print(arguments.folder)
 
 

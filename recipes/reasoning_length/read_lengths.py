@@ -56,22 +56,18 @@ class Outcome(NamedTuple):
 
 def outcome_of(run: Run) -> Outcome:
     """Read a run in a folder <precision>_<estimator>_<tokens>/seed_<n>."""
-    arm, seed = run.path.parts[-3:-1] if run.path.is_file() else run.path.parts[-2:]
+    arm, seed = run.path.parts[-3:-1]
     precision, _, rest = arm.partition("_")
     estimator, _, tokens = rest.rpartition("_")
 
     def mean(metric: str, rows: slice = slice(None)) -> float:
         return statistics.fmean(row[metric] for row in run.rows[rows])
 
+    predicted = statistics.fmean(predicted_spread(row[K3], row[LENGTH]) for row in run.rows)
     alarms = ", ".join(f"{name} {step}" for name, step in RunView(run, 0).first_alarms.items())
     return Outcome(
         *(precision, estimator, int(tokens), seed.removeprefix("seed_"), len(run.rows)),
-        *(
-            mean(K3),
-            mean(SPREAD),
-            statistics.fmean(predicted_spread(row[K3], row[LENGTH]) for row in run.rows),
-            mean(SHARE),
-        ),
+        *(mean(K3), mean(SPREAD), predicted, mean(SHARE)),
         *(mean(REWARD, slice(FIRST)), mean(REWARD, slice(-LAST, None))),
         *(statistics.median(row["timing_s/step"] for row in run.rows), alarms or "none"),
     )
@@ -81,27 +77,13 @@ def table(outcomes: list[Outcome]) -> str:
     """Return the outcomes as Markdown, by length."""
     columns = ["tokens", "estimator", "precision", "seed", "k3", "spread", "√(2 k3 T)", "effective share", "exp(-s²)"]
     columns += ["reward, first", "last", "gain", "s a step", "alarms, by step"]
-    rows = [
-        [
-            *(f"{each.tokens:,}", f"`{each.estimator}`", each.precision, each.seed, f"{each.k3:.1e}"),
-            *(
-                f"{each.spread:.2f}",
-                f"{each.predicted:.2f}",
-                f"{each.share:.2f}",
-                f"{math.exp(-(each.predicted**2)):.2f}",
-            ),
-            *(
-                f"{each.first:.2f}",
-                f"{each.last:.2f}",
-                f"{each.gain:+.2f}",
-                f"{each.seconds:.0f}",
-                each.alarms,
-            ),
-        ]
-        for each in sorted(
-            outcomes, key=lambda each: (each.tokens, each.estimator != "pg_seq_is", each.precision, each.seed)
-        )
-    ]
+    rows = []
+    for each in sorted(outcomes, key=lambda one: (one.tokens, one.estimator != "pg_seq_is", one.precision, one.seed)):
+        arm = f"{each.tokens:,}", f"`{each.estimator}`", each.precision, each.seed
+        share = math.exp(-(each.predicted**2))
+        gap = f"{each.k3:.1e}", *(f"{x:.2f}" for x in (each.spread, each.predicted, each.share, share))
+        reward = f"{each.first:.2f}", f"{each.last:.2f}", f"{each.gain:+.2f}"
+        rows.append([*arm, *gap, *reward, f"{each.seconds:.0f}", each.alarms])
     return "\n".join(markdown_table(columns, rows))
 
 
@@ -153,11 +135,11 @@ def draw(outcomes: list[Outcome]) -> Figure:
 
 
 def record(runs: list[Run], folder: Path) -> None:
-    """Write the metrics that this script reads, of each run, where a repository can keep them."""
+    """Write the metrics of the study, of each run, where a repository can keep them."""
     for run in runs:
-        arm, seed = run.path.parts[-3:-1] if run.path.is_file() else run.path.parts[-2:]
-        (folder / arm / seed).mkdir(parents=True, exist_ok=True)
-        with (folder / arm / seed / "metrics.jsonl").open("w") as file:
+        target = folder.joinpath(*run.path.parts[-3:])
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("w") as file:
             for row in run.rows:
                 data = {key: float(f"{row[key]:.6g}") for key in KEPT if key in row}
                 file.write(json.dumps({"step": int(row["step"]), "data": data}) + "\n")
@@ -168,9 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path, help="with <precision>_<estimator>_<tokens>/seed_<n> in it")
     parser.add_argument("--figure", type=Path, help="where the figure goes; without it only the table is printed")
-    parser.add_argument(
-        "--record", type=Path, help="a folder that gets the rows of each run, without what is not read here"
-    )
+    parser.add_argument("--record", type=Path, help="a folder that gets the rows of each run, in short")
     arguments = parser.parse_args()
     runs = read_runs([folder for folder in arguments.folders if folder.is_dir()])
     outcomes = [outcome_of(run) for run in runs]

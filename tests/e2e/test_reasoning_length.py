@@ -21,7 +21,7 @@ SHORTEST = {"LENGTHS": "128 2048", "PRECISIONS": "bf16", "ESTIMATORS": "pg_seq_i
 
 @pytest.mark.matrix
 def test_the_spread_grows_with_the_root_of_the_length_and_nothing_is_done_twice(tmp_path):
-    """Sixteen times the tokens, four times the spread; in four pairs of runs 3.6 to 4.3 times (docs/log/length.md).
+    """Sixteen times the tokens, four times the spread: 4.1 times in the log (docs/log/length.md).
 
     The script runs in a tree of its own, for a user's results are not touched."""
     shutil.copytree(RECIPE, tmp_path / RECIPE)

@@ -28,8 +28,9 @@ def load_script():
 
 
 @pytest.fixture
-def make_task(request, load_script):
-    """The script that makes the task of the recipe that a file of tests names."""
+def make_task(request, load_script, monkeypatch):
+    """The script that makes the task of the recipe that a file of tests names; it imports what lies beside it."""
+    monkeypatch.syspath_prepend(request.module.RECIPE.parent)
     return load_script(request.module.RECIPE.with_name("make_task.py"))
 
 

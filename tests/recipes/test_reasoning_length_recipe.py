@@ -1,7 +1,6 @@
 """Length alone: what its teacher teaches, its reward, attention in blocks, and the table that pages quote."""
 
 import itertools
-import sys
 
 import pytest
 import torch
@@ -14,13 +13,6 @@ from verl_precision.tools.runs.read import read_runs
 RECIPE = ROOT / "recipes/reasoning_length/reasoning_length.yaml"
 SCRIPT = "recipes/reasoning_length/run_reasoning_qwen3_cpu.sh"
 LENGTHS = (128, 512, 2048, 8192)
-
-
-@pytest.fixture(autouse=True)
-def _beside_the_scripts(monkeypatch):
-    monkeypatch.syspath_prepend(RECIPE.parent)
-    yield
-    sys.modules.pop("banded_attention", None)
 
 
 @pytest.fixture

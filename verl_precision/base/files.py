@@ -11,8 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from verl_precision.base import errors
-from verl_precision.base.errors import ConfigurationError, VerlPrecisionError, error_in_one_line
+from verl_precision.base.errors import (
+    ConfigurationError,
+    EnvironmentMismatchError,
+    VerlPrecisionError,
+    error_in_one_line,
+)
 
 LARGEST = 2**31  # bytes of the largest file that is read; metrics of 100,000 steps have a third of that
 
@@ -71,7 +75,7 @@ def shipped_folder(name: str) -> Path:
     for folder in (package / name, package.parent / name):
         if folder.is_dir():
             return folder
-    raise errors.EnvironmentMismatchError(f"no folder {name} in {package} or beside it. Reinstall verl-precision.")
+    raise EnvironmentMismatchError(f"no folder {name} in {package} or beside it. Reinstall verl-precision.")
 
 
 @contextmanager

@@ -17,10 +17,17 @@ from torch import Tensor
 from typing_extensions import Self
 
 from verl_precision.base import mergeable
-from verl_precision.mismatch import fused, token_sums
+from verl_precision.mismatch import fused
 from verl_precision.mismatch.fused import Measured
 from verl_precision.mismatch.packing import Chunk, FlatBatch, flattened, packed_chunks
-from verl_precision.mismatch.token_sums import LARGEST_GAP_SQUARED, BinShares, ClassMean, GapHistogram, TokenSums
+from verl_precision.mismatch.token_sums import (
+    LARGEST_GAP_SQUARED,
+    BinShares,
+    ClassMean,
+    GapHistogram,
+    TokenSums,
+    sums_of,
+)
 
 C = 3.0  # the paper's bound of a response's ratio
 
@@ -104,7 +111,7 @@ def _measure_chunk(chunk: Chunk) -> Measured:
     gap_N, whole_R = pi_N - mu_N, chunk.whole_R
     log_ratio_R = torch.segment_reduce(gap_N, "sum", lengths=chunk.lengths_R)[whole_R]
     of_whole = (log_ratio_R, chunk.lengths_R[whole_R].double(), gap_N[chunk.last_R[whole_R]])
-    sums = token_sums.sums_of(pi_N, mu_N, gap_N, chunk.advantages_N)
+    sums = sums_of(pi_N, mu_N, gap_N, chunk.advantages_N)
     return Measured(chunk.counts, sums, whole_R.cpu(), *(part.cpu() for part in of_whole))
 
 

@@ -9,10 +9,19 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base import verl_config
 from verl_precision.base.dtypes import EXACT, short
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.verl_config import FSDP, MODEL, ROLLOUT, engines, leaves, lora_rank, rollout_dtype
+from verl_precision.base.verl_config import (
+    FSDP,
+    MODEL,
+    PROMPT_LOG_PROBS,
+    ROLLOUT,
+    engines,
+    leaves,
+    lora_is_merged,
+    lora_rank,
+    rollout_dtype,
+)
 from verl_precision.check.rules.rule import Environment, Fault, fault_of_error, rule
 from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 from verl_precision.engine.router_replay import FAMILIES
@@ -157,7 +166,7 @@ def adapter_misplaced(config: DictConfig, environment: Environment) -> Iterator[
     if not tied if strategy == "fsdp2" else heads != "lm_head":
         problem = f"{heads}: {strategy.upper()} cannot wrap a layer of PEFT's there, and the start fails"
         yield Fault(setting, problem, allowed, f"{without}.")
-    if tied and verl_config.lora_is_merged(config):
+    if tied and lora_is_merged(config):
         problem = f"{heads} shares its matrix (tie_word_embeddings): the rollout has one, you train two"
         yield Fault(setting, problem, allowed, f"{without}, or set {MODEL}.lora.merge=False.")
 
@@ -253,6 +262,6 @@ def rollout_unverified(config: DictConfig, environment: Environment) -> Iterator
     problem = "only vLLM's workers can verify the tensors and layers of a weight sync"
     remedy = "Do nothing, or use vllm; docs/architecture.md says what works with other engines."
     yield Fault(f"{ROLLOUT}.name", problem, "vllm", remedy)
-    if OmegaConf.select(config, CANARY) and name not in verl_config.PROMPT_LOG_PROBS:
+    if OmegaConf.select(config, CANARY) and name not in PROMPT_LOG_PROBS:
         problem = f"as verl drives it, a {name} server returns no log-probs of a prompt, or whole responses with them"
         yield Fault(CANARY, f"{problem}: no sync is verified", "0")

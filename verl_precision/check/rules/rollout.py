@@ -4,9 +4,19 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base import verl_config
 from verl_precision.base.dtypes import EXACT, HALF
-from verl_precision.base.verl_config import AGENT_LOOP, FSDP, ROLLOUT, engine_kwargs, engines, uses_adapter
+from verl_precision.base.verl_config import (
+    AGENT_LOOP,
+    BACKEND,
+    FSDP,
+    OF_LOOP,
+    ROLLOUT,
+    engine_kwargs,
+    engines,
+    missing_log_probs,
+    sync_backend,
+    uses_adapter,
+)
 from verl_precision.base.versions import loads_adapters
 from verl_precision.check.rules.rule import Environment, Fault, Severity, fault_of_error, rule
 from verl_precision.check.who_decides import decisions
@@ -85,7 +95,7 @@ def logprobs_missing(config: DictConfig, environment: Environment) -> Iterator[F
     measured = OmegaConf.select(config, "mismatch.enabled") is True
     mode = str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
     if reason := importance_ratios(config) or ("mismatch.enabled=True" if measured else None):
-        yield fault_of_error(verl_config.missing_log_probs(f"{reason} needs the rollout's log-probs"))
+        yield fault_of_error(missing_log_probs(f"{reason} needs the rollout's log-probs"))
     elif mode.startswith("vp_"):
         problem = f"trainer_mode={mode} has no mismatch to report"
         yield Fault(f"{ROLLOUT}.calculate_log_probs", problem, "True", severity="warning")
@@ -95,8 +105,8 @@ def logprobs_missing(config: DictConfig, environment: Environment) -> Iterator[F
 def agent_loop(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """The settings that our agent loop reads need this loop, and the loop needs vLLM."""
     rollout, custom = config.actor_rollout_ref.rollout, f"{ROLLOUT}.custom"
-    of_loop = {key: OmegaConf.select(config, f"{custom}.{key}") for key in verl_config.OF_LOOP}
-    given, stop = [key for key in verl_config.OF_LOOP if of_loop[key] is not None], of_loop["stop"]
+    of_loop = {key: OmegaConf.select(config, f"{custom}.{key}") for key in OF_LOOP}
+    given, stop = [key for key in OF_LOOP if of_loop[key] is not None], of_loop["stop"]
     ours = rollout.agent.default_agent_loop == AGENT_LOOP
     if OmegaConf.select(config, "reward.custom_reward_function.reward_kwargs.require_finished"):
         if not (ours and of_loop["mark_truncated"]) or config.reward.reward_manager.name in ("dapo", "gdpo"):
@@ -161,10 +171,10 @@ def adapter_not_loadable(config: DictConfig, environment: Environment) -> Iterat
 def adapter_not_delivered(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Only verl's checkpoint engine `naive` sends adapters; the others send the base weights at each sync."""
     trains_adapters = engines(config)[0].strategy in (*FSDP, "megatron")  # other engines train the whole model
-    if uses_adapter(config) and trains_adapters and (backend := verl_config.sync_backend(config)) != "naive":
+    if uses_adapter(config) and trains_adapters and (backend := sync_backend(config)) != "naive":
         problem = f"verl 0.9.1 sends the base weights alone over {backend}: the rollout gets no LoRA adapter"
         remedy = f"Set {MERGE}=True, or let trainer and rollout share GPUs (trainer_mode=vp_sync)."
-        yield Fault(verl_config.BACKEND, f"{problem} (verl#7495)", "naive, or merged weights", remedy)
+        yield Fault(BACKEND, f"{problem} (verl#7495)", "naive, or merged weights", remedy)
 
 
 def importance_ratios(config: DictConfig) -> str | None:

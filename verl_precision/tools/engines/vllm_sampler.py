@@ -27,11 +27,12 @@ class VllmEngine:
 
         require_feature("sampling engine")
         location = model_location(settings.model)
-        config = PretrainedConfig.get_config_dict(location)[0]
-        if cpu_settings and gated_delta_nets(config):  # vLLM caches their states only at the borders of chunks
-            cpu_settings = {**cpu_settings, "enable_prefix_caching": False}
-        if cpu_settings and set(config.get("layer_types", ())) == {"sliding_attention"}:
-            cpu_settings = {**cpu_settings, "block_size": 16}  # vLLM 0.28 ends with an error at its default of 128
+        if cpu_settings:
+            config = PretrainedConfig.get_config_dict(location)[0]
+            if gated_delta_nets(config):  # vLLM caches their states only at the borders of chunks
+                cpu_settings = {**cpu_settings, "enable_prefix_caching": False}
+            if set(config.get("layer_types") or ()) == {"sliding_attention"}:
+                cpu_settings = {**cpu_settings, "block_size": 16}  # vLLM 0.28 ends with an error at its default of 128
         llm = LLM(
             model=location, dtype=long(settings.dtype), max_model_len=settings.max_model_len, disable_log_stats=True,
             **{"logprobs_mode": "processed_logprobs", **settings.more, **cpu_settings},  # verl's mode
