@@ -24,7 +24,7 @@ def test_the_spread_grows_with_the_root_of_the_length_and_nothing_is_done_twice(
     """Sixteen times the tokens, four times the spread: 4.1 times in the log (docs/log/length.md).
 
     The script runs in a tree of its own, for a user's results are not touched."""
-    shutil.copytree(RECIPE, tmp_path / RECIPE)
+    shutil.copytree("recipes", tmp_path / "recipes")  # the teacher lies in another recipe
     command = ["bash", tmp_path / RECIPE / "run_reasoning_qwen3_cpu.sh", "trainer.total_training_steps=10"]
 
     def run() -> dict[int, Path]:
