@@ -16,12 +16,13 @@ from verl_precision.tools.jobs.settings import MismatchJob
 from verl_precision.tools.runs.read import read_metrics
 
 RECIPE = Path("recipes/reasoning_length")
+FIRST = 5  # steps, in which a run that will lose its order still has it: docs/log/length.md
 SHORTEST = {"LENGTHS": "128 2048", "PRECISIONS": "bf16", "ESTIMATORS": "pg_seq_is", "PYTHON": sys.executable}
 
 
 @pytest.mark.matrix
 def test_the_spread_grows_with_the_root_of_the_length_and_nothing_is_done_twice(tmp_path):
-    """Sixteen times the tokens, four times the spread: 4.1 times in the log (docs/log/length.md).
+    """Sixteen times the tokens, four times the spread: 3.9 times in both runs so far (docs/log/length.md).
 
     The script runs in a tree of its own, for a user's results are not touched."""
     shutil.copytree("recipes", tmp_path / "recipes")  # the teacher lies in another recipe
@@ -36,9 +37,10 @@ def test_the_spread_grows_with_the_root_of_the_length_and_nothing_is_done_twice(
     spreads, k3 = {}, {}
     for tokens, file in files.items():
         rows = read_metrics(file)
-        assert len(rows) == 10 and min(row["response_length/mean"] for row in rows) > 0.8 * tokens
-        spreads[tokens] = fmean(row["mismatch/sequence_log_ratio_std"] for row in rows)
-        k3[tokens] = fmean(row["mismatch/k3_kl"] for row in rows)
+        first = rows[:FIRST]
+        assert len(rows) == 10 and min(row["response_length/mean"] for row in first) > 0.8 * tokens
+        spreads[tokens] = fmean(row["mismatch/sequence_log_ratio_std"] for row in first)
+        k3[tokens] = fmean(row["mismatch/k3_kl"] for row in first)
         assert 0.7 < spreads[tokens] / predicted_spread(k3[tokens], tokens + 2) < 1.4
     assert 3 < spreads[2048] / spreads[128] < 5.3 and 0.6 < k3[2048] / k3[128] < 1.6
     short = [row["critic/score/mean"] for row in read_metrics(files[128])]
