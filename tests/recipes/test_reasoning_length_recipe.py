@@ -70,6 +70,17 @@ def test_attention_in_blocks_is_attention_with_a_window(load_script, tokens):
         banded.banded_attention(None, *states, sliding_window=32)
 
 
+def test_the_control_gives_a_short_response_the_log_weight_of_a_long_one(load_script):
+    """The weights of responses have the spread that is asked for, and a mean of 1."""
+    sampled = [[-1.4 + 1e-4 * row, 0.0, -1e-7, *[-1.386] * 62] for row in range(500)]
+    with_spread = load_script("recipes/reasoning_length/long_responses.py").with_spread
+    noisy = [with_spread(row, 0.5) for row in sampled]
+    assert with_spread(sampled[0], 0.5) == noisy[0] and all(row[1:3] == [0.0, -1e-7] for row in noisy)
+    log_weights = torch.tensor(sampled).sum(-1) - torch.tensor(noisy).sum(-1)
+    assert log_weights.std() == pytest.approx(0.5, rel=0.15) and log_weights.exp().mean() == pytest.approx(1, abs=0.1)
+    assert with_spread([0.0], 0.5) == [0.0], "nothing in it is random"
+
+
 def test_writes_one_model_for_all_lengths_and_keeps_what_is_there(make_task, monkeypatch, tmp_path):
     monkeypatch.setattr(make_task, "UPDATES", 2)
     monkeypatch.setattr("sys.argv", ["make_task.py", str(tmp_path / "task")])
