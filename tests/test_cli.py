@@ -162,7 +162,7 @@ def test_a_tiny_model_is_written_once_and_ctrl_c_says_what_the_verb_says_of_it(t
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(("command", "work"), [
     ("compare recipes/quickstart/quickstart.yaml", "verl_precision.tools.runs.compare.run.compare_runs"),
-    ("mismatch --model m", "verl_precision.tools.gap.pairs.measure_mismatch"),
+    ("mismatch --model m", "verl_precision.tools.gap.gate.measure_and_judge"),
 ])  # fmt: skip
 def test_a_signal_ends_a_verb_as_ctrl_c_does_and_another_does_not_break_its_cleaning(
     type_in, monkeypatch, request, number, command, work

@@ -106,11 +106,12 @@ def mismatch(job: Any) -> None:
     """Measure the gap between rollout and trainer for each pair of dtypes, without training.
 
     vLLM samples responses, and verl's FSDP engine scores the same tokens. Writes table.md, summary.json and figures.
-    After an interruption, the same command continues. One model is in memory at a time.
+    After an interruption, the same command continues. One model is in memory at a time. With --fail-above it guards a
+    stack in CI, and with --against it compares two.
     """
-    from verl_precision.tools.gap.pairs import measure_mismatch
+    from verl_precision.tools.gap.gate import measure_and_judge
 
-    run_job(job, measure_mismatch)
+    run_job(job, measure_and_judge)
 
 
 @verb("A run", "verl_precision.tools.jobs.settings:Explanation")

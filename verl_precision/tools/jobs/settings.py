@@ -76,6 +76,15 @@ class MismatchJob(PromptedJob):
     max_response_tokens: int = option(default=1024, help="A response ends after this many tokens.", ge=1)
     # vLLM chooses its own kernel. With flash_attention_2 the trainer packs without padding; gpt-oss uses eager.
     attention: Literal["sdpa", "eager", "flash_attention_2"] = option(default="sdpa", help="Attention of the trainer.")
+    fail_above: tuple[str, ...] = option(
+        default=(), recorded=False,
+        help="Exit code 1 if a k3 is above this bar beyond chance: 1e-3, or fp16/fp16=1e-5 for one pair of rollout and "
+        "train dtype. Repeatable.",
+    )  # fmt: skip
+    against: Path | None = option(
+        default=None, recorded=False,
+        help="summary.json of an earlier job, for instance of another installation: show what has moved since.",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         """Refuse a dtype given twice, and flash attention in FP32."""
@@ -84,6 +93,24 @@ class MismatchJob(PromptedJob):
         if self.attention == FLASH and "fp32" in self.train_dtypes:
             problem = f"--attention {FLASH} with --train-dtype fp32: flash-attn computes in 16 bits only"
             raise ConfigurationError(problem, allowed="bf16, fp16", remedy="Use --attention sdpa, or leave fp32 out.")
+        self.bars()
+
+    def bars(self) -> dict[tuple[str, str], float]:
+        """Return the highest k3 of each pair that has a bar; a bar for one pair replaces the one for all."""
+        bars: dict[tuple[str, str], float] = {}
+        for given in sorted(self.fail_above, key=lambda text: "=" in text):
+            name, _, number = given.rpartition("=")
+            named = [pair for pair in self.pairs if name in ("", "/".join(pair))]
+            try:
+                bar = float(number)
+            except ValueError:
+                bar = math.nan
+            if not named or not 0 <= bar < math.inf:
+                allowed = f"a number of nats, or {' or '.join('/'.join(pair) for pair in self.pairs)} with =NUMBER"
+                problem = "this is no bar for a k3 of this job"
+                raise ConfigurationError(problem, setting="--fail-above", value=given, allowed=allowed)
+            bars |= dict.fromkeys(named, bar)
+        return bars
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
