@@ -10,7 +10,7 @@ from torch import Tensor
 
 C_NORM = 24
 SPREADS = {"gspo": 2e-3, "geo_mask": 2e-3, "dppo_tv": 0.8, "dppo_kl": 0.8, "icepop": 0.5, "kpop": 0.8}
-SPREADS["off_policy_sequence_mask"] = 0.6
+SPREADS |= dict.fromkeys(("off_policy_sequence_mask", "off_policy_sequence_mask_decoupled"), 0.6)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def random_case(seed: int, responses: int = 16, width: int = 20, spread: float =
 def case_for(estimator: str, seed: int) -> Case:
     """Return a case that clips about as much in gspo, and has the finite numbers that verl's own losses need."""
     case = random_case(seed, spread=SPREADS.get(estimator, 0.25))
-    if estimator == "off_policy_sequence_mask":  # π has left half of the responses
+    if estimator.startswith("off_policy_sequence_mask"):  # π has left half of the responses
         case.trainer[::2] -= 0.75
     if estimator.startswith(("dppo", "kpop")):  # tokens likely enough that their probability can move
         for tensor in (case.trainer, case.proximal, case.rollout):
@@ -94,8 +94,8 @@ def objective_of_response(name: str, pi: Tensor, proximal: Tensor, mu: Tensor, a
         distance, limit = ((p - q).abs(), 0.15) if name == "dppo_tv" else (divergence(q, p), 0.05)
         kept = (distance <= limit) | ((p - q) * advantage <= 0)
         return ((p / q).clamp(max=20.0) * kept * pi * advantage).sum()
-    if name == "off_policy_sequence_mask":
-        r = (pi - mu).exp()
+    if name.startswith("off_policy_sequence_mask"):
+        r = r if name.endswith("_decoupled") else (pi - mu).exp()
         dropped = advantage < 0 and (mu - pi).mean() > 0.5
         return float(not dropped) * torch.minimum(r * advantage, r.clamp(1 - 0.2, 1 + 0.28) * advantage).sum()
     old, q = proximal.exp(), mu.exp()
@@ -110,6 +110,7 @@ def objective_of_response(name: str, pi: Tensor, proximal: Tensor, mu: Tensor, a
         "ratio_one": lambda: log_pi * advantage,
         "gspo": lambda: torch.minimum(s * advantage, s.clamp(1 - 3e-4, 1 + 4e-4) * advantage),
         "cispo": lambda: (r.detach().clamp(0.0, 6.0) * pi * advantage).sum(),
+        "cispo_rollout": lambda: ((pi - mu).exp().detach().clamp(0.0, 6.0) * pi * advantage).sum(),
         "icepop": lambda: (torch.where((rho_t >= 0.5) & (rho_t <= 5.0), rho_t, 0) * clipped).sum(),
         "kpop": lambda: (torch.where(divergence(old, q).max(divergence(q, old)) <= 0.1, rho_t, 0) * clipped).sum(),
         "trm": lambda: float((rho_t - 1 - rho_t.log()).max() <= 0.3) * clipped.sum(),
@@ -131,7 +132,9 @@ def plain_gradient(name: str, case: Case, normalizer: float = C_NORM) -> Tensor:
         if valid.any():
             policies = (tensor[row][valid] for tensor in (trainer, case.proximal, case.rollout))
             total = total + objective_of_response(name, *policies, case.advantages[row])
-    scale = {"gspo": 1 / responses, "dapo": 1 / tokens, "cispo": 1 / tokens}.get(name, 1 / (responses * normalizer))
+    scale = {"gspo": 1 / responses, **dict.fromkeys(("dapo", "cispo", "cispo_rollout"), 1 / tokens)}.get(
+        name, 1 / (responses * normalizer)
+    )
     (gradient,) = torch.autograd.grad(-total * scale, trainer)
     return gradient
 

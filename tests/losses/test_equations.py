@@ -36,7 +36,7 @@ def test_the_cases_are_not_easy():
         found |= {f"{estimator} {key}": metric.aggregate() for key, metric in metrics.items()}
     clipping = ("grpo", "gspo", "dppo_tv", "dppo_kl")
     sides = [f"{name} actor/clip_fraction_{side}" for name in clipping for side in ("high", "low")]
-    rejecting = [f"{name} actor/rejected_fraction" for name in ("pg_seq_mis", "off_policy_sequence_mask")]
+    rejecting = [f"{name} actor/rejected_fraction" for name in ("pg_seq_mis", *MASKS)]
     masking = ("geo_mask actor/is_weight_ess_fraction", "icepop actor/is_weight_token_ess_fraction")
     for key in ("pg_seq_tis actor/truncated_fraction", *rejecting, *sides, *masking):
         assert 0.05 < found[key] < 0.95, (key, found[key])
@@ -44,7 +44,8 @@ def test_the_cases_are_not_easy():
 
 
 SAMPLES = {"actor/is_weight_ess_fraction", "actor/is_weight_token_ess_fraction"}
-RESPONSES = ("pg_seq_mis", "grpo_seq_mis", "geo_mask", "off_policy_sequence_mask")
+MASKS = ("off_policy_sequence_mask", "off_policy_sequence_mask_decoupled")
+RESPONSES = ("pg_seq_mis", "grpo_seq_mis", "geo_mask", *MASKS)
 TOKENS = ("grpo_token_tis", "icepop", "kpop", "dppo_tv", "dppo_kl")
 
 

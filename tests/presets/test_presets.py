@@ -22,8 +22,9 @@ from verl_precision.presets import PRESETS_DIR, preset_names
 PROMISED = {
     "precision": "bf16 fp16 fp32 bf16_train_fp16_rollout bf16_train_fp32_rollout fp16_train_bf16_rollout "
     "fp32_train_bf16_rollout fp32_train_fp16_rollout",
-    "estimator": "cispo dapo dppo_kl dppo_tv geo_mask grpo grpo_seq_mis grpo_token_tis grpo_unclipped gspo icepop "
-    "kpop off_policy_sequence_mask pg_seq_is pg_seq_mis pg_seq_tis ratio_one trm",
+    "estimator": "cispo cispo_rollout dapo dppo_kl dppo_tv geo_mask grpo grpo_seq_mis grpo_token_tis grpo_unclipped "
+    "gspo icepop kpop off_policy_sequence_mask off_policy_sequence_mask_decoupled pg_seq_is pg_seq_mis pg_seq_tis "
+    "ratio_one trm",
     "scale": "1x1_gpu 1x8_a100 1x8_h100 2x8_h100 8x8_h100 cpu cpu_2nodes",
 }
 PRESETS = [(group, name) for group in PROMISED for name in preset_names(group)]

@@ -78,7 +78,8 @@ def gspo(
 
     π trainer's policy, θ' the weights the rollout was drawn with, |y| tokens of the response. Equations (5) to (7) of
     https://arxiv.org/abs/2507.18071, whose clip range is the default here. ∇s = s (1/|y|) Σₜ ∇log π(yₜ), so with the
-    paper's aggregation, mode "seq-mean-token-mean", every token carries sA and their mean is J.
+    paper's aggregation, mode "seq-mean-token-mean", every token carries sA and their mean is J. With advantages that
+    differ within a response, each token carries s times its own A, and the loss is the paper's GSPO-token, eq. (13).
 
     Arguments, result, errors, masked tokens, empty and non-finite rows as in `grpo`; s is held at 2e11 in float32,
     beyond a mean log-ratio of 25.9. (verl's `gspo` multiplies weights and advantages of masked tokens by 0, but
@@ -112,11 +113,49 @@ def off_policy_sequence_mask(
     `rejection_threshold`, δ > 0 in nats per token; the paper gives no value. M is a constant in the gradient.
     `actor/rejected_fraction` is the share of dropped responses, `actor/is_weight_*` are of M.
     """
-    limit = require_divergence(rejection_threshold, "rejection_threshold")
     batch = checked_batch(trainer_log_probs, rollout_log_probs, advantages, response_mask, other="rollout_log_probs")
-    dropped_BT = (-batch.mean_log_ratio_B > limit).unsqueeze(-1) & (batch.advantages_BT < 0) & batch.valid_BT
+    return _masked_surrogate(batch, -batch.mean_log_ratio_B, rejection_threshold, aggregation, (clip_low, clip_high))
+
+
+@policy_loss(
+    "vp_off_policy_sequence_mask_decoupled",
+    "the same mask, with the clipped ratio of the old policy",
+    "arXiv 2512.02556 eq. (8), (9)",
+    Ratio("token", "ratio"),
+)
+def off_policy_sequence_mask_decoupled(
+    trainer_log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
+    aggregation: Aggregation, rejection_threshold: float = 0.5, clip_low: float = 0.2, clip_high: float = 0.28,
+    rollout_is_weights: Tensor | None = None,
+) -> LossOutput:  # fmt: skip
+    """GRPO's clipped surrogate with DeepSeek-V3.2's mask by μ; the ratio, and so the clip, is the trainer's own.
+
+        ∇J = Σₜ Mₜ ∇min(rₜA, clip(rₜ, 1-ε_low, 1+ε_high) A),   rₜ = π(yₜ; θ) / π(yₜ; θ')
+        Mₜ = 0 if A < 0 and (1/|y|) Σₛ log μ(yₛ; θ')/π(yₛ; θ) > δ; else 1
+
+    As TRL and slime wire equations (8) and (9) of https://arxiv.org/abs/2512.02556. In `off_policy_sequence_mask` the
+    ratio contains the precision gap, which can clip a token; here it does not.
+
+    Arguments, result, errors and metrics as in `off_policy_sequence_mask`, with `proximal_log_probs` as in `grpo`, and
+    `rollout_is_weights`, [B, T] floating, ρₜ = π(yₜ; θ')/μ(yₜ; θ') > 0 of the tokens that count. They tell μ, and
+    weight no gradient. Without them, μ is π(θ').
+    """
+    batch = checked_batch(trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights)
+    divergence_B = -batch.mean_log_ratio_B
+    if batch.weights_BT is not None:
+        log_BT = torch.where(batch.valid_BT, batch.weights_BT, 1).log()
+        divergence_B = divergence_B - log_BT.sum(dim=-1, dtype=torch.float64) / batch.lengths_B.clamp(min=1)
+    return _masked_surrogate(batch, divergence_B, rejection_threshold, aggregation, (clip_low, clip_high))
+
+
+def _masked_surrogate(
+    batch: Batch, divergence_B: Tensor, threshold: float, aggregation: Aggregation, clip_range: tuple[float, float]
+) -> LossOutput:
+    """Return the clipped surrogate without responses of A < 0 whose divergence of μ from π is above the threshold."""
+    limit = require_divergence(threshold, "rejection_threshold")
+    dropped_BT = (divergence_B > limit).unsqueeze(-1) & (batch.advantages_BT < 0) & batch.valid_BT
     batch = replace(batch, weights_BT=(~dropped_BT).to(batch.dtype))
-    output = surrogate_loss(batch, batch.ratio_BT, aggregation, (clip_low, clip_high))
+    output = surrogate_loss(batch, batch.ratio_BT, aggregation, clip_range)
     return output.adding({"actor/rejected_fraction": reported.fraction(dropped_BT.any(dim=-1), batch.rows_B)})
 
 

@@ -9,6 +9,7 @@ A loss names its inputs by its parameters, and `POLICY_LOSSES["vp_grpo"](batch, 
     threshold             C, `actor.policy_loss.rollout_correction.rollout_is_threshold`
     rejection_threshold   δ, `actor.policy_loss.rollout_correction.rollout_rs_threshold`
     clip_low, clip_high   `actor.clip_ratio_low`, `actor.clip_ratio_high`
+    (every loss)          β of `gap_penalty`, `actor.policy_loss.dro_beta`
     rollout_is_weights    weights of verl's rollout-correction step, or None
 """
 
@@ -24,6 +25,7 @@ from typing_extensions import Self
 
 from verl_precision.base.errors import ConfigurationError, RegistrationError
 from verl_precision.losses.aggregation import Aggregation
+from verl_precision.losses.gap_penalty import gap_penalty as penalty_of_gap
 from verl_precision.losses.metrics import LossOutput
 from verl_precision.losses.settings import NO_RATIO, VERLS_RATIOS, LossSettings, Ratio, clip_range
 
@@ -78,12 +80,15 @@ class PolicyLoss:
         parameters = inspect.signature(self.function).parameters
         return frozenset(name for name, parameter in parameters.items() if parameter.default is parameter.empty)
 
-    def __call__(self, batch: Mapping[str, Tensor], aggregation: Aggregation, **options: float) -> LossOutput:
+    def __call__(
+        self, batch: Mapping[str, Tensor], aggregation: Aggregation, gap_penalty: float | None = None, **options: float
+    ) -> LossOutput:
         """Call the function with those of the batch's tensors that it takes.
 
         Args:
             batch: Tensors [B, T] by the names of this module's docstring. A loss takes what it needs.
             aggregation: How token values become a loss. docs/other_frameworks.md has an example.
+            gap_penalty: β of `losses/gap_penalty.py`, which is added to the loss; None: nothing is added.
             options: Numbers of the loss: `threshold`, `clip_low` and others.
 
         Raises:
@@ -94,7 +99,13 @@ class PolicyLoss:
             problem, allowed = f"{self.function.__name__} needs {missing[0]}", ", ".join(sorted(batch))
             raise ConfigurationError(problem, allowed=f"{missing[0]} [B, T]; there are {allowed}", remedy="Pass it.")
         given = {name: value for name, value in offered.items() if name in self.parameters}
-        return self.function(**given, **options)
+        output = self.function(**given, **options)
+        if gap_penalty is None:
+            return output
+        old = next((name for name in OLD_LOG_PROBS if name in given), OLD_LOG_PROBS[0])
+        policies = (offered.get(name) for name in ("trainer_log_probs", old, "response_mask"))
+        added = penalty_of_gap(*policies, aggregation=aggregation, beta=gap_penalty)
+        return output._replace(loss=output.loss + added.loss).adding(added.metrics)
 
 
 _losses: dict[str, PolicyLoss] = {}

@@ -45,6 +45,7 @@ require_threshold = Bounds(lambda threshold: threshold >= 1, _WORDS["threshold"]
 require_divergence = Bounds(lambda divergence: divergence > 0, _WORDS["divergence"])
 require_clip_low = Bounds(lambda low: 0 < low <= 1, _WORDS["clip_low"])
 require_clip_high = Bounds(lambda high: high > 0, _WORDS["clip_high"])
+require_gap_penalty = Bounds(lambda beta: beta > 0, _WORDS["gap_penalty"])
 require_normalizer = Bounds(lambda normalizer: normalizer > 0, _WORDS["normalizer"])
 
 
@@ -56,6 +57,7 @@ class LossSettings:
     rejection_threshold: float | None = None  # δ
     clip_low: float | None = None  # ε_low, whose bounds the loss itself checks
     clip_high: float | None = None  # ε_high
+    gap_penalty: float | None = None  # β, an option of every loss
 
     @classmethod
     def from_config(cls, actor: Mapping[str, Any], parameters: Collection[str]) -> Self:
@@ -74,6 +76,8 @@ class LossSettings:
         for side, name in enumerate(("clip_low", "clip_high")):
             if name in parameters:
                 found[name] = clip_bounds(actor)[side]
+        if (beta := actor["policy_loss"].get("dro_beta")) is not None:
+            found["gap_penalty"] = require_gap_penalty(beta)
         return cls(**found)
 
     def arguments(self) -> dict[str, float]:

@@ -109,7 +109,8 @@ def threshold_misread(config: DictConfig, environment: Environment) -> Iterator[
         bounds, setting = kind.bounds if kind else limits.require_threshold, f"{path}.rollout_is_threshold"
         said = list(faults_raised_by(bounds, value, setting)) if ours else []
         yield from said  # this package's losses and weights have their own messages
-        bounds_ratio = bounds is limits.require_threshold and correction.get("rollout_is")
+        tells_mu = {"rollout_is_weights", "rejection_threshold"} <= _needs(config)  # the ratio, which weights nothing
+        bounds_ratio = bounds is limits.require_threshold and correction.get("rollout_is") and not tells_mu
         if said or not bounds_ratio or not isinstance(value, int | float) or 1 <= value <= MAX_USUAL_THRESHOLD:
             continue
         effect = "would truncate weights of on-policy tokens (ratio 1)" if value < 1 else "hardly ever acts"
@@ -118,6 +119,14 @@ def threshold_misread(config: DictConfig, environment: Environment) -> Iterator[
         remedy = f"Set {setting}=2.0, or the band as 0.5_5.0."
         severity: Severity = "error" if value < 1 else "warning"
         yield Fault(setting, problem, allowed, remedy, severity=severity)
+
+
+@rule("threshold-misread")
+def gap_penalty_misread(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """A loss of this package takes verl's `dro_beta` as the weight of the squared log-ratio."""
+    setting = f"{limits.ACTOR}.policy_loss.dro_beta"
+    if _needs(config) and (beta := OmegaConf.select(config, setting)) is not None:
+        yield from faults_raised_by(limits.require_gap_penalty, beta, setting)
 
 
 @rule("k1-bounds-inverted")
