@@ -64,6 +64,7 @@ setup(
         "dev": [
             *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6"),  # xdist: imports use one core, so two tests at a time
             "uv==0.13.9",  # the pin of requirements/install.sh: its tests run the uv that users get, without a network
+            "polgrad==0.2.1",  # reference semantics of policy losses, beside ours in tests/losses/test_conformance.py
             "selenium==4.51.0",  # tests/browser: the page in a real Chromium, which Debian brings
             MATH,  # for the table of answers in tests/tools/rewards/test_math_answers.py
             *TASKS,

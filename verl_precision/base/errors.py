@@ -90,7 +90,7 @@ class RunFailedError(VerlPrecisionError):
 
 
 class CheckFailedError(VerlPrecisionError, AssertionError):
-    """This machine or its software failed a check of the self-test."""
+    """A check failed: of the self-test, of a loss, or of a measurement against its bar."""
 
 
 def error_in_one_line(error: Exception) -> str:

@@ -93,13 +93,13 @@ def _outcome(config: DictConfig, loss: Any, tried: TriedLoss) -> TriedLoss:
         inspect.signature(loss).bind(**dict.fromkeys(KEYWORDS))
     except TypeError as error:
         raise invariance.UnusableLossError(f"it cannot be called with {', '.join(KEYWORDS)}: {error}") from error
-    call, batch = _as_verl_calls(loss, config), invariance.trial_batch(weighted=weighted)
+    call, batch = as_verl_calls(loss, config), invariance.trial_batch(weighted=weighted)
     trial, unweighted = invariance.try_loss(call, batch), batch._replace(rollout_is_weights=None)
     ignored = weighted and not invariance.gradients_differ(call, batch, unweighted)
     return replace(tried, trial=trial, ignores_weights=ignored)
 
 
-def _as_verl_calls(loss: Any, config: DictConfig) -> invariance.Loss:
+def as_verl_calls(loss: Any, config: DictConfig) -> invariance.Loss:
     """Return a loss as verl's `ppo_loss` calls it: by keyword, with its typed config, which has the global counts.
 
     Without its constant the `norm` mode divides by a width; another rule reports that, and here the constant is set.

@@ -1,8 +1,9 @@
 """Does a policy loss depend on the split of a batch? A trial compares a whole batch with its parts.
 
 A loss is invariant if the summed gradient of its micro-batches equals the gradient of the whole batch, for every cut,
-padding width and number of ranks. One small batch is enough: responses of several lengths, one of a single token, some
-tokens masked within a response, advantages of both signs and zero, ratios on both sides of every usual clip range.
+order, padding width and number of ranks. `assert_conforms` makes the trial a test of your own loss. One small batch is
+enough: responses of several lengths, one of a single token, some tokens masked within a response, advantages of both
+signs and zero, ratios on both sides of every usual clip range.
 """
 
 import math
@@ -13,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from verl_precision.base.errors import CheckFailedError
 from verl_precision.losses.registry import LossInputs
 
 CUTS = (2, 4, 8)
@@ -44,6 +46,7 @@ class Trial:
     masked: float  # masked tokens hold other numbers
     nonfinite: str  # the first call whose value or gradient was NaN or inf; empty if there is none
     random: bool  # equal calls differ: the loss uses random numbers, or keeps a state
+    order: float = 0.0  # the responses in another order
 
 
 class UnusableLossError(Exception):
@@ -84,6 +87,8 @@ def try_loss(loss: Loss, batch: LossInputs) -> Trial:
     whole = partial(_gradient, loss, batch)
     ways = {"the whole batch": whole, **{f"{cut} micro-batches": partial(whole, cut=cut) for cut in CUTS}}
     ways |= {"two ranks": partial(whole, cut=2, ranks=2), "more padding": partial(whole, wider=WIDER)}
+    turned = partial(_gradient, loss, batch.of_all(lambda tensor: tensor.flip(0)))
+    ways["another order"] = lambda seed: turned(seed).flip(0)
     ways["different numbers in masked tokens"] = partial(_gradient, loss, other)
     with torch.random.fork_rng(devices=[]):
         first = [whole(seed) for seed in range(4)]
@@ -94,8 +99,59 @@ def try_loss(loss: Loss, batch: LossInputs) -> Trial:
     expected, *others = found.values()
     if not nonfinite and not bool(expected.any()):
         raise UnusableLossError("its gradient is 0 everywhere")
-    *cuts, ranks, padding, masked = (_difference(gradients, expected) for gradients in others)
-    return Trial(dict(zip(CUTS, cuts, strict=True)), ranks, padding, masked, nonfinite, random)
+    *cuts, ranks, padding, order, masked = (_difference(gradients, expected) for gradients in others)
+    return Trial(dict(zip(CUTS, cuts, strict=True)), ranks, padding, masked, nonfinite, random, order)
+
+
+def assert_conforms(loss: Loss, *, stops_gradients: bool = False, weighted: bool = False) -> Trial:
+    """Assert in a test that a loss is finite, does not depend on the batch's split, and has its value's gradient.
+
+    Args:
+        loss: Called with `LossInputs` and `Counts`; `check.loss_trial.as_verl_calls` makes it from a loss of verl.
+        stops_gradients: Whether some factors are constants in the gradient, so that differences of the value say
+            nothing about it.
+        weighted: Whether the batch has `rollout_is_weights`.
+
+    Returns:
+        The trial. If its `random` is true, the gradients are means over draws, and the value's differences are not
+        compared. NaN in masked tokens is not tried: verl's own `vanilla` would fail.
+
+    Raises:
+        CheckFailedError: An AssertionError that names every difference above `DEPENDS`.
+        UnusableLossError: If the loss returns no scalar with a gradient.
+    """
+    batch = trial_batch(weighted=weighted)
+    trial, mask = try_loss(loss, batch), batch.response_mask
+    found = {f"{cut} micro-batches": size for cut, size in trial.cuts.items()}
+    found |= {"two ranks": trial.ranks, "more padding": trial.padding, "another order": trial.order}
+    found["different numbers in masked tokens"] = trial.masked
+    broken = batch._replace(old_log_probs=torch.where(mask, batch.old_log_probs, -math.inf))
+    first = partial(_gradient, loss, seed=0)
+    with torch.random.fork_rng(devices=[]):
+        gradient = first(batch)
+        found["old log-probs of -inf in masked tokens"] = _difference(first(broken)[mask][None], gradient[mask][None])
+        if not stops_gradients and not trial.random:
+            found["differences of the value"] = _beside_differences(loss, batch, gradient)
+    failed = [f"{name} {size:.2g}" for name, size in found.items() if not size <= DEPENDS]
+    failed += [f"NaN or inf with {trial.nonfinite}"] if trial.nonfinite else []
+    if failed:
+        problem = f"the gradient changes by these shares of its size: {', '.join(failed)}"
+        allowed = f"at most {DEPENDS:g}, and finite numbers"
+        raise CheckFailedError(problem, allowed=allowed, remedy="Divide by the counts of the whole mini-batch.")
+    return trial
+
+
+def _beside_differences(loss: Loss, batch: LossInputs, gradient: Tensor, step: float = 1e-6) -> float:
+    """Return the relative difference of the gradient and the value's central differences, along random directions."""
+    mask, counts = batch.response_mask, Counts(len(batch.response_mask), int(batch.response_mask.sum()))
+    draw, along, measured = torch.Generator().manual_seed(1), [], []
+    for _ in range(8):
+        direction = torch.where(mask, torch.randn(mask.shape, generator=draw, dtype=gradient.dtype), 0)
+        moved = (batch.trainer_log_probs + side * step * direction for side in (1, -1))
+        up, down = (loss(batch._replace(trainer_log_probs=each.requires_grad_()), counts).item() for each in moved)
+        measured.append((up - down) / (2 * step))
+        along.append(float((gradient * direction).sum()))
+    return math.dist(along, measured) / (math.hypot(*measured) or math.nan)
 
 
 def gradients_differ(loss: Loss, one: LossInputs, other: LossInputs) -> bool:
