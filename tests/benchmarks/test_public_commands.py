@@ -7,34 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-SCRIPTS = {
-    "quotes.sh": """
-        set -xeuo pipefail
-        WORDS=(data.train_files="['$HOME/a b.parquet', 'c.parquet']" 'trainer.experiment_name=two
-lines')
-        nvidia-smi && python3 -m verl.trainer.main_ppo "${WORDS[@]}" "$@" 2>&1 | tee run.log
-    """,
-    "ray_job.sh": """
-        while ! ray status; do sleep 60; done
-        ray job submit --working-dir . -- python3 -m verl.trainer.main_ppo trainer.nnodes=2
-    """,
-    "removes.sh": """
-        export PATH=/usr/bin:/bin:$PATH
-        rm -rf OUTSIDE; /bin/rm -rf OUTSIDE; mkdir OUTSIDE/made; cd OUTSIDE && echo gone > file
-        exec /opt/python/bin/python -u -m verl.trainer.main_ppo trainer.nnodes=1
-    """,
-    "hangs.sh": """
-        python3 -m verl.trainer.main_ppo trainer.nnodes=3 &
-        while true; do :; done
-    """,
-    "asks.sh": """
-        python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=${MODEL_PATH:?set it}
-    """,
-    "fails.sh": "exit 3 # main_ppo",
-    "other.sh": "python3 serve.py",
-}
+SCRIPTS = yaml.safe_load(Path(__file__).with_name("scripts.yaml").read_text())
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Every word that wins over a preset is named, and no other; `presets=win` puts the presets over them."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -19,34 +20,7 @@ from verl_precision.tools.checking.recipe_config import check_recipe, training_t
 
 ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 BASE = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.n=8")
-# What public scripts of verl set most, each with two values, so that one at least is not the preset's.
-WORDS = {
-    "algorithm.adv_estimator": ("grpo", "rloo"),
-    "algorithm.norm_adv_by_std_in_grpo": (True, False),
-    "algorithm.use_kl_in_reward": (True, False),
-    "algorithm.filter_groups.enable": (True, False),
-    f"{ACTOR}.use_kl_loss": (True, False),
-    f"{ACTOR}.kl_loss_coef": (0.01, 0.001),
-    f"{ACTOR}.kl_loss_type": ("k3", "low_var_kl"),
-    f"{ACTOR}.entropy_coeff": (0.01, 0),
-    f"{ACTOR}.clip_ratio": (0.3, 0.2),
-    f"{ACTOR}.clip_ratio_low": (0.1, 0.2),
-    f"{ACTOR}.clip_ratio_high": (0.3, 0.28),
-    f"{ACTOR}.clip_ratio_c": (5.0, 10.0),
-    f"{ACTOR}.loss_agg_mode": ("token-mean", "seq-mean-token-sum-norm"),
-    f"{ACTOR}.loss_scale_factor": (100, 512),
-    f"{ACTOR}.policy_loss.loss_mode": ("gspo", "vp_grpo"),
-    f"{CORRECTION}.rollout_is": ("token", None),
-    f"{CORRECTION}.rollout_is_threshold": (5.0, 2.0),
-    f"{CORRECTION}.rollout_rs": ("token_k1", None),
-    f"{CORRECTION}.bypass_mode": (True, False),
-    f"{ROLLOUT}.calculate_log_probs": (True, False),
-    f"{ROLLOUT}.dtype": ("bfloat16", "half"),
-    f"{ACTOR}.fsdp_config.dtype": ("bfloat16", "fp16"),
-    f"{ACTOR}.strategy": ("fsdp", "fsdp2"),
-    f"{ROLLOUT}.max_num_seqs": (64, 1),
-    f"{ROLLOUT}.enable_rollout_routing_replay": (True, False),
-}
+WORDS = yaml.safe_load(Path(__file__).with_name("winning_words.yaml").read_text())
 DTYPES = {"half": "float16", "fp16": "float16"}
 
 
