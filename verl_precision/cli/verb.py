@@ -101,14 +101,8 @@ def _words_of(error: OSError) -> str:
 
 
 # rich's help cuts names of options at 80 columns.
-_LOOK = {"pretty_exceptions_enable": False, "rich_markup_mode": None, "add_completion": False}
-app = Typer(
-    name="verl-precision",
-    cls=_Verbs,
-    no_args_is_help=True,
-    context_settings=_HELP,
-    **_LOOK,  # type: ignore[arg-type]
-)
+_LOOK: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None, "add_completion": False}
+app = Typer(name="verl-precision", cls=_Verbs, no_args_is_help=True, context_settings=_HELP, **_LOOK)
 console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120, emoji=False, markup=False)
 errors = Console(stderr=True, emoji=False, markup=False)  # `:1234:` is no emoji, and `a[b]` no style
 FIGURES, ENGINES = ("jinja2", "matplotlib"), ("torch", "transformers", "vllm")  # packages that verbs need
@@ -144,7 +138,7 @@ class Verb:
     job: str
     section: str
     needs: Sequence[str]
-    settings: dict[str, Any]
+    context_settings: dict[str, Any]
 
     @property
     def paragraphs(self) -> list[str]:
@@ -189,25 +183,22 @@ class Verb:
             shown.metavar = shown.metavar or (None if "bool" in kind else _VALUES.get(each.name, word))
         run.__signature__ = inspect.Signature([context, *options])  # type: ignore[attr-defined]
         run.__annotations__ = {}  # Typer reads the signature
-        alone = Typer(**_LOOK)  # type: ignore[arg-type]
-        alone.command(
-            name,
-            help="\n\n".join(self.paragraphs),
-            **{**self.settings, "context_settings": _HELP | self.settings.get("context_settings", {})},
-        )(run)
+        alone = Typer(**_LOOK)
+        alone.command(name, help="\n\n".join(self.paragraphs), context_settings=_HELP | self.context_settings)(run)
         return get_command(alone)  # type: ignore[return-value]
 
 
 def verb(
-    section: str, job: str = "", needs: Sequence[str] = (), **settings: Any
+    section: str, job: str = "", needs: Sequence[str] = (), **context_settings: Any
 ) -> Callable[[Callable[..., None]], Verb]:
     """Make a function a verb; its entry point in setup.py, group verl_precision.verbs, gives it a name.
 
     `section` is the part of --help that lists the verb. `job` (`module:name`) is a class whose fields are options, too;
     the function gets an object of it as `job`, or the options that the user has set as `given`.
     `needs` are packages that the verb imports and that may be missing: a message names them before any work.
+    `context_settings` are Click's, such as `ignore_unknown_options=True`.
     """
-    return lambda function: Verb(function, job, section, needs, settings)
+    return lambda function: Verb(function, job, section, needs, context_settings)
 
 
 def run_job(job: Any, session: Callable[[Any, Console], object]) -> None:

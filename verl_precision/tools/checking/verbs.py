@@ -24,7 +24,7 @@ WORST = 12  # tensors that are shown
 MARKS = {"error": ("ERROR ", "red"), "warning": ("warn  ", "yellow"), "unchecked": ("not checked ", "cyan")}
 
 
-@verb("Before a run", context_settings={"ignore_unknown_options": True})
+@verb("Before a run", ignore_unknown_options=True)
 def check(
     config: Annotated[
         str | None,

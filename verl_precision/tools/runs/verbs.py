@@ -18,7 +18,7 @@ Names = list[str] | None
 _DIAGNOSIS = ("name", "path", "verdict", "alarms", "problem")  # of `diagnose --json`
 
 
-@verb("A run", needs=(*FIGURES, "verl", "ray"), context_settings={"ignore_unknown_options": True})
+@verb("A run", needs=(*FIGURES, "verl", "ray"), ignore_unknown_options=True)
 def compare(
     config: Annotated[Path, Argument(help="A recipe's YAML, e.g. recipes/quickstart/quickstart.yaml.")],
     overrides: Annotated[Names, Argument(help="Hydra overrides of all runs: trainer.total_training_steps=4.")] = None,
