@@ -11,11 +11,10 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from verl_precision.base.errors import ConfigurationError
 

@@ -7,12 +7,11 @@ A class decorated with `@settings(command_option)` is a frozen dataclass. If its
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, dataclass_transform, get_args, get_origin
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
-from typing_extensions import dataclass_transform
 
 from verl_precision.base.errors import ConfigurationError, VerlPrecisionError
 

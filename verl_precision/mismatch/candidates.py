@@ -9,10 +9,10 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from verl_precision.mismatch.packing import FlatBatch
 

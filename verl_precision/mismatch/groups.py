@@ -7,10 +7,10 @@ turn of an agent loop is a maximal run of tokens that the policy wrote, by the r
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from verl_precision.base.mergeable import Count, Maximum, Mean, Statistic, StatisticSet, merge_by_name
 from verl_precision.losses.settings import ClipRange

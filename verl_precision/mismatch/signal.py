@@ -5,10 +5,10 @@ advantages of rounding errors: 0.06 for seven rewards of 0.7.
 """
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from verl_precision.base.mergeable import Mean, StatisticSet
 

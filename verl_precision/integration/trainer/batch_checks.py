@@ -4,11 +4,10 @@ The trainer scores the same tokens with the same weights in two packings. Roundi
 rollout or less. Positions or masks that a packing breaks give a larger one, which no precision closes.
 """
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_from_nested
 
