@@ -15,7 +15,7 @@ from verl_precision.mismatch import metric_names as names
 from verl_precision.mismatch import verdict
 from verl_precision.mismatch.alarm import ADVICE, MismatchAlarm, remedies_in_use
 from verl_precision.mismatch.settings import AlarmSettings
-from verl_precision.mismatch.verdict import CAUSES, GRAVITY, Judge, Verdict, verdict_of
+from verl_precision.mismatch.verdict import CAUSES, GRAVITY, Judge, Verdict
 from verl_precision.tools.runs.read import read_metrics
 
 TESTS = Path(__file__).parents[1]
@@ -28,6 +28,13 @@ HALF = {path: "AB"[UNITS.index(path.parent if "rescued" in path.parts else path)
 def is_sick(path: Path) -> bool:
     """Tell whether the run lost its reward, or learned nothing, or learned half of what it could (docs/log)."""
     return path.name in ("before.jsonl", "seeded_collapse.jsonl") or path.parts[-2:] == ("long_text", "bf16.jsonl")
+
+
+def verdict_of(rows, settings=None, in_use=()) -> Verdict:
+    judge = Judge(MismatchAlarm(settings, in_use))
+    for row in rows:
+        judge.update(int(row["step"]), row)
+    return judge.verdict()
 
 
 def verdicts_at_each_step(path: Path) -> dict[int, Verdict]:

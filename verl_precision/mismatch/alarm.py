@@ -10,9 +10,7 @@ Pure Python; verl is not needed. Method, reasons and measured rates: docs/alarm.
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-
-from typing_extensions import Self
+from typing import Any, NamedTuple, Self
 
 from verl_precision.base.errors import MismatchAlarmError
 from verl_precision.base.files import table_of
@@ -111,6 +109,7 @@ class Limit(NamedTuple):
     allowed: str
 
 
+_SELDOM = f"allowed in fewer than {PATIENCE['repeated_overflow']} steps in a row, and in less than one in {EVERY}"
 # One limit is enough for an alarm. verl's rejection sets weights of 0 and 1: the kept share is their sample size.
 LIMITS: dict[str, list[Limit]] = {
     **{name: [Limit(key, lambda x: x > 0, "allowed 0")] for name, key in NOT_FINITE.items()},
@@ -128,13 +127,7 @@ LIMITS: dict[str, list[Limit]] = {
         ),
         Limit(names.REJECTED_TOKENS, lambda x: x > 1 - FEWEST, f"allowed up to {1 - FEWEST:g} of the tokens"),
     ],
-    "repeated_overflow": [
-        Limit(
-            names.SKIPPED_STEPS,
-            lambda x: x > 0,
-            f"allowed in fewer than {PATIENCE['repeated_overflow']} steps in a row, and in less than one in {EVERY}",
-        )
-    ],
+    "repeated_overflow": [Limit(names.SKIPPED_STEPS, lambda x: x > 0, _SELDOM)],
     "loss_scale_at_minimum": [Limit(names.LOSS_SCALE, lambda x: x <= 1, "minimum 1")],
     "policies_differ": [
         Limit(names.PROBS_PEARSON, lambda x: x < SYNC_PEARSON, f"one policy has at least {SYNC_PEARSON:g}"),

@@ -31,9 +31,8 @@ class Persistence:
         """Take one measurement; return whether the detector fires now."""
         if holds or self.recent:
             self.recent = [*self.recent, step if holds else None][-EVERY * RETURNS * self.steps + EVERY - 1 :]
-        if self.active:
-            if all(each is None for each in self.recent[-max(self.steps, EVERY) :]):
-                self.recent, self.since, self.active = [], None, False
+        if self.active and all(each is None for each in self.recent[-max(self.steps, EVERY) :]):
+            self.recent, self.since, self.active = [], None, False
         if self.active or not holds:
             return False
         run, held = self.recent[-self.steps :], [each for each in self.recent if each is not None]

@@ -68,9 +68,8 @@ def _measure_piece(batch: FlatBatch, piece: tuple[slice, Tensor]) -> tuple[np.nd
     mask, signs = batch.mask[tokens], batch.advantages[tokens]
     mask = mask if mask.dtype == torch.int64 else mask.bool().view(torch.uint8)
     signs = signs if signs.dtype == dtype else signs.sign().to(dtype)
-    arrays = [
-        part.contiguous().numpy() for part in (*(each[tokens].to(dtype) for each in batch.log_probs), mask, signs)
-    ]
+    log_probs = (each[tokens].to(dtype) for each in batch.log_probs)
+    arrays = [part.contiguous().numpy() for part in (*log_probs, mask, signs)]
     lengths_R = lengths_R.long()
     return kernel.measure_responses(*arrays, (lengths_R.cumsum(0) - lengths_R).numpy(), lengths_R.numpy())
 

@@ -11,11 +11,10 @@ it is clipped with beta, and would not be clipped without. Sources: docs/metrics
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from verl_precision.base.mergeable import Mean, Share, Statistic, StatisticSet, merge_by_name, spread
 from verl_precision.losses.settings import ClipRange
@@ -101,9 +100,8 @@ def _clip_statistics(chunk: Chunk, clip: ClipRange, beta_in_ratio: bool, counted
         means_R = torch.where(chunk.whole_R, sums_R / chunk.lengths_R.clamp(min=1), 0)
         return means_R.repeat_interleave(chunk.lengths_R)
 
-    with_beta_N, without_N = (
-        clip.has_no_gradient(ratio(log_probs_N - mu_N), advantages_N) for log_probs_N in (trainer_N, shadow_N)
-    )
+    log_ratios = ratio(trainer_N - mu_N), ratio(shadow_N - mu_N)
+    with_beta_N, without_N = (clip.has_no_gradient(each_N, advantages_N) for each_N in log_ratios)
     n, bounds = trainer_N.new_full((), len(chunk)), tuple(clip)
     final_E = chunk.last_R[counted_R]
     useful_E = final_E[advantages_N[final_E] > 0]

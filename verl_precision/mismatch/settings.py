@@ -1,11 +1,9 @@
 """Settings of the measurement and of the alarm: the block `mismatch` of a config, which every preset switches on."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
@@ -94,7 +92,7 @@ class MismatchSettings:
             raise ConfigurationError(problem, setting=f"mismatch.{name}", value=asked[name], remedy=remedy)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> MismatchSettings:
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
         """Return the settings in a config's block `mismatch`; missing settings have their defaults."""
         values = dict(config.get("mismatch") or {})
         alarm = dict(values.get("alarm") or {})

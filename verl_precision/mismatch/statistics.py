@@ -10,24 +10,16 @@ tokens go into `token_sums.py`.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from verl_precision.base import mergeable
-from verl_precision.mismatch import fused
+from verl_precision.mismatch import fused, token_sums
 from verl_precision.mismatch.fused import Measured
 from verl_precision.mismatch.packing import Chunk, FlatBatch, flattened, packed_chunks
-from verl_precision.mismatch.token_sums import (
-    LARGEST_GAP_SQUARED,
-    BinShares,
-    ClassMean,
-    GapHistogram,
-    TokenSums,
-    sums_of,
-)
+from verl_precision.mismatch.token_sums import BinShares, ClassMean, GapHistogram, TokenSums, sums_of
 
 C = 3.0  # the paper's bound of a response's ratio
 
@@ -146,6 +138,8 @@ def _response_statistics(log_ratio_B: Tensor, length_B: Tensor) -> dict[str, mer
         return {"responses": mergeable.Count(n)}
     total, abs_B, (low, high) = log_ratio_B.sum(), log_ratio_B.abs(), log_ratio_B.aminmax()
     ratio_B, bound = (log_ratio_B - high).exp(), math.log(C)
+    # a response beyond e^300 counts as e^300, so that the sum of squares stays finite
+    chi_square_B = (2 * log_ratio_B.clamp(max=token_sums.LARGEST_GAP_SQUARED)).expm1()
     return {
         "responses": mergeable.Count(n),
         "sequence_log_ratio_mean": mergeable.Mean(total, n),
@@ -155,7 +149,6 @@ def _response_statistics(log_ratio_B: Tensor, length_B: Tensor) -> dict[str, mer
         ),
         "sequence_ratio_at_most_c": mergeable.Mean((log_ratio_B <= bound).sum(), n),
         "sequence_ratio_within_c": mergeable.Mean((abs_B <= bound).sum(), n),
-        # a response beyond e^300 counts as e^300, so that the sum of squares stays finite
-        "sequence_chi_square": mergeable.Mean((2 * log_ratio_B.clamp(max=LARGEST_GAP_SQUARED)).expm1().sum(), n),
+        "sequence_chi_square": mergeable.Mean(chi_square_B.sum(), n),
         "sequence_ess": mergeable.RatioSampleSize(n, high, ratio_B.sum(), ratio_B.dot(ratio_B)),
     }

@@ -5,7 +5,7 @@ Pure Python; verl is not needed. Judged on recorded runs: docs/log/verdict.md.
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from statistics import median
@@ -14,7 +14,6 @@ from typing import Literal
 from verl_precision.mismatch import metric_names as names
 from verl_precision.mismatch.alarm import ADVICE, CAUSES, FEWEST, LIMITS, PATIENCE, Alarm, MismatchAlarm
 from verl_precision.mismatch.drift_detector import SIGMA_PER_MAD
-from verl_precision.mismatch.settings import AlarmSettings
 
 Word = Literal["healthy", "too short to judge", "watch", "act now"]
 GRAVITY, OF_GAP = [name for cause in CAUSES.values() for name in cause], CAUSES["gap"]
@@ -146,13 +145,3 @@ class Judge:
         fell = best - last > noise and (gain_lost or 0 < best and last < ENOUGH * best)
         course = f"reward {first:.3g} to {last:.3g}"
         return f"reward fell from {best:.3g} to {last:.3g}" if fell else "", course * (last - first <= noise), course
-
-
-def verdict_of(
-    rows: Iterable[Mapping[str, object]], settings: AlarmSettings | None = None, in_use: Collection[str] = ()
-) -> Verdict:
-    """Return the verdict on the metrics of a run's steps, each with `step`; remedies `in_use` are no action."""
-    judge = Judge(MismatchAlarm(settings, in_use))
-    for row in rows:
-        judge.update(int(row["step"]), row)  # type: ignore[call-overload]
-    return judge.verdict()

@@ -9,7 +9,7 @@ import pytest
 from monitored import trainer_of
 
 from verl_precision.mismatch.alarm import ADVICE, MismatchAlarm
-from verl_precision.mismatch.verdict import verdict_of
+from verl_precision.mismatch.verdict import Judge
 from verl_precision.tools.actions.rescue import CURABLE, FAULTS, Action, Remedy
 from verl_precision.tools.runs.read import read_metrics
 
@@ -63,7 +63,10 @@ RESCUED = sorted((RECORDED / "rescued").iterdir())
 def test_a_rescued_run_acted_once_learned_and_has_its_row_in_the_docs(run, root):
     before, after = (read_metrics(run / f"{part}.jsonl") for part in ("before", "after"))
     (action,) = replayed(before)
-    assert replayed(after) == [] and verdict_of(after).alarm == ""
+    judge = Judge()
+    for row in after:
+        judge.update(int(row["step"]), row)
+    assert replayed(after) == [] and judge.verdict().alarm == ""
     assert action.step == before[-1]["step"], "the run ended with that step"
     recipe, _, seed = run.name.rpartition("_seed_")
     if recipe == "phantom_clipping":
