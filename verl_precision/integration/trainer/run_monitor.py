@@ -18,7 +18,6 @@ from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl_precision.base.errors import MismatchAlarmError
 from verl_precision.base.files import write_file
 from verl_precision.base.loggers import mismatch as logger
 from verl_precision.base.mergeable import Count, Mean, Statistic, merge_by_name
@@ -100,13 +99,10 @@ class RunMonitor:
         self.take_from_the_worker(metrics)
         return batch
 
-    def _compute_metrics(
-        self, proceed: Any, batch: Any, metrics: Any, *args: Any, global_steps: int, **more: Any
-    ) -> None:
-        proceed(batch, metrics, *args, global_steps=global_steps, **more)
+    def _compute_metrics(self, proceed: Any, batch: Any, metrics: Any, *args: Any, **more: Any) -> None:
+        proceed(batch, metrics, *args, **more)
         self.add_metrics(metrics)
-        if (stop := self.judge(global_steps, metrics)) is not None:
-            raise stop
+        self.judge(more["global_steps"], metrics)
 
     def remember_mask(self, batch: Any) -> None:
         """Keep the mask from before verl's rejection (`rollout_rs`), which removes rejected tokens from the mask."""
@@ -194,22 +190,18 @@ class RunMonitor:
         found, self.candidates, self.masks = (self.candidates, self.masks), Candidates(self.settings.keep_tokens), {}
         return found
 
-    def judge(self, step: int, metrics: MutableMapping[str, Any]) -> MismatchAlarmError | None:
-        """Update the alarm, log what it raises, and return the error that should end the run, if any."""
-        stop, start = None, time.perf_counter()
+    def judge(self, step: int, metrics: MutableMapping[str, Any]) -> None:
+        """Update the alarm and log what it raises; raise `MismatchAlarmError` if that should end the run."""
+        start = time.perf_counter()
         if not self._predicted and 0 < (k3 := names.of_current_version(metrics, names.K3_KL) or 0.0) < math.inf:
             self._predicted = True
             with self.guarded():
                 logger.info("%s", prediction_in_words(k3, self.request["longest_response"], weighting_of(self._config)))
         raised = self.raised = self.mismatch.judge.update(step, metrics)
         self.first_alarm_step = min((alarm.since_step for alarm in raised), default=None)
-        try:
-            act_on(raised, self.settings.alarm, log=logger.warning)
-        except MismatchAlarmError as error:
-            stop = error
         metrics[names.ACTIVE_ALARMS] = len(self.alarm.active)
         metrics["timing_s/mismatch"], self._seconds = self._seconds + time.perf_counter() - start, 0.0
-        return stop
+        act_on(raised, self.settings.alarm, log=logger.warning)
 
     def save(self, folder: Path, metrics: Mapping[str, Any]) -> None:
         """Write the alarm's state beside a checkpoint, and the finite metrics of its step, for the model card."""

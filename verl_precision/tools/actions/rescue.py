@@ -68,12 +68,10 @@ class Remedy:
         self._acts, self._is_rescue = settings.on_alarm == "rescue", is_rescue(trainer.config)
         self._persistence = Persistence(settings.action_patience)
 
-    def _compute_metrics(
-        self, proceed: Any, batch: Any, metrics: Any, *args: Any, global_steps: int, **more: Any
-    ) -> None:
+    def _compute_metrics(self, proceed: Any, batch: Any, metrics: Any, *args: Any, **more: Any) -> None:
         metrics["alarm/rescue"] = int(self._is_rescue)
-        proceed(batch, metrics, *args, global_steps=global_steps, **more)
-        begun = self.decide(global_steps, self._trainer.monitor.alarm.active_since)
+        proceed(batch, metrics, *args, **more)
+        begun = self.decide(more["global_steps"], self._trainer.monitor.alarm.active_since)
         if begun is not None:
             decide_rescue(self._trainer.config, begun)
             end_with_this_step(self._trainer)

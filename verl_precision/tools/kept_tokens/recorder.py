@@ -43,18 +43,15 @@ class TokenRecorder:
         """Move aside the files of steps after the checkpoint's (0: a new run), as is done in the metrics file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept_file.cut_after(self.path, self._trainer.global_steps)
-        logger.warning(
-            "%d responses of each step are kept in %s", self._trainer.monitor.settings.keep_tokens, self.path
-        )
+        kept = self._trainer.monitor.settings.keep_tokens
+        logger.warning("%d responses of each step are kept in %s", kept, self.path)
         proceed(*args, **kwargs)
 
-    def _compute_metrics(
-        self, proceed: Any, batch: Any, metrics: Any, *args: Any, global_steps: int, **more: Any
-    ) -> None:
+    def _compute_metrics(self, proceed: Any, batch: Any, metrics: Any, *args: Any, **more: Any) -> None:
         """Write the step's tokens before the alarm judges the step, because an alarm may end the run."""
         with self._trainer.monitor.guarded():
-            self.write(batch, global_steps)
-        proceed(batch, metrics, *args, global_steps=global_steps, **more)
+            self.write(batch, more["global_steps"])
+        proceed(batch, metrics, *args, **more)
 
     def write(self, batch: Any, step: int) -> list[KeptResponse]:
         """Write and return the chosen responses; `batch` has the keys and tags of all responses of the updates."""
