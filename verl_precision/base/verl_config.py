@@ -42,6 +42,11 @@ def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(value, f"{path}.{key}" if path else str(key))
 
 
+def content_of(value: Any, resolve: bool = True) -> Any:
+    """Return a block of a config as a dictionary or list, and any other value as it is."""
+    return OmegaConf.to_container(value, resolve=resolve) if OmegaConf.is_config(value) else value
+
+
 @dataclass(frozen=True)
 class Engine:
     """One of verl's training-side engines as configured."""

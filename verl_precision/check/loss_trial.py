@@ -69,8 +69,7 @@ def _try(config: DictConfig) -> TriedLoss:
 
     tried = TriedLoss()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             if imported := config.actor_rollout_ref.model.get("external_lib"):
                 from verl.utils.import_utils import import_external_libs
 

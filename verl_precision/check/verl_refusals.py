@@ -22,7 +22,7 @@ from typing import Any, Union, get_args, get_origin
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.verl_config import FSDP, engines, leaves, lora_rank, uses_adapter
+from verl_precision.base.verl_config import FSDP, content_of, engines, leaves, lora_rank, uses_adapter
 from verl_precision.check.models import teaches
 from verl_precision.check.rules.tables import NUMBERS_OR_NULL, names_in, null_number
 from verl_precision.integration.ledger import lost_symbols
@@ -32,8 +32,8 @@ LARGEST_RANK = 512  # of vLLM's `MaxLoRARanks`
 
 def refusals(config: DictConfig) -> tuple[ConfigurationError, ...]:
     """Return the errors with which verl refuses a composed config, at most one for each setting."""
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # verl prints its messages in the run
-        warnings.simplefilter("ignore")
+    # verl prints its messages in the run
+    with warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()):
         named = [] if lost_symbols("check of names") else list(_names(config))
         return (*named, *(_typed(config) if not named else ()))
 
@@ -45,8 +45,7 @@ def _names(config: DictConfig) -> Iterator[ConfigurationError]:
     from verl.utils.tracking import Tracking
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
-    questions: list[tuple[str, Callable[[Any], object]]]
-    questions = [("algorithm.adv_estimator", core_algos.get_adv_estimator_fn)]
+    questions: list[tuple[str, Callable]] = [("algorithm.adv_estimator", core_algos.get_adv_estimator_fn)]
     if config.actor_rollout_ref.model.get("external_lib") is None:  # otherwise external_lib may register more
         questions.append(("actor_rollout_ref.actor.policy_loss.loss_mode", core_algos.get_policy_loss_fn))
     for engine in engines(config):
@@ -101,10 +100,9 @@ def misspelt(config: DictConfig) -> Iterator[ConfigurationError]:
 
 def _blocks(config: DictConfig) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Yield setting, content, and types by name of each block; no types if verl does not describe the block."""
-    plain: Any = OmegaConf.to_container(config, resolve=False)
-    known = _values_of_verl()
+    content, known = content_of(config, resolve=False), _values_of_verl()
     parts = ("actor_rollout_ref", "critic", "algorithm", "data", "trainer", "distillation", "reward")
-    waiting = [(part, plain.get(part), known.get(part)) for part in parts]
+    waiting = [(part, content.get(part), known.get(part)) for part in parts]
     for path, node, own in waiting:  # the list grows in the loop
         own = own if isinstance(own, dict) else {}
         if isinstance(node, dict):
@@ -221,9 +219,7 @@ def _at_fault(config: DictConfig, block: str, error: BaseException) -> tuple[str
     block = inner[1] if inner and OmegaConf.is_dict(OmegaConf.select(config, inner[1])) else block
     found = []
     for root in [block] if block else ["data", "actor_rollout_ref", "algorithm"]:
-        node = OmegaConf.select(config, root)
-        plain = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-        for path, value in leaves(plain, root):
+        for path, value in leaves(content_of(OmegaConf.select(config, root)), root):
             for word in (path.rpartition(".")[2], value):
                 if isinstance(word, str) and word in said:
                     found.append((path not in text, path not in given, -len(word), path.count("."), path, value))

@@ -18,7 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import short
-from verl_precision.base.verl_config import leaves
+from verl_precision.base.verl_config import content_of, leaves
 from verl_precision.integration.ledger import lost_symbols, require_feature
 from verl_precision.presets import preset_groups
 
@@ -167,11 +167,11 @@ def winning_words(config: DictConfig) -> list[WinningWord]:
         about = said.word_about(setting) if origin.group else None
         if about is None or setting.startswith("hydra.") or _is_moved(config, setting):
             continue
-        value, wanted = _plain(OmegaConf.select(config, setting)), origin.value
+        value, wanted = content_of(OmegaConf.select(config, setting)), origin.value
         if "${" in str(wanted):
             trial = copy.deepcopy(config) if trial is None else trial
             _put(trial, setting, wanted)
-            wanted = _plain(OmegaConf.select(trial, setting))
+            wanted = content_of(OmegaConf.select(trial, setting))
         if not is_same(setting, value, wanted):
             option = not GUARD.search(setting) and is_option(setting, origin)
             found.append(WinningWord(about[1], setting, value, origin.who, wanted, origin.value, option))
@@ -191,10 +191,6 @@ def _is_moved(config: DictConfig, setting: str) -> bool:
 
 def _put(config: DictConfig, setting: str, value: Any) -> None:
     OmegaConf.update(config, setting, copy.deepcopy(value), merge=False, force_add=True)
-
-
-def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def is_same(setting: str, one: Any, other: Any) -> bool:
@@ -221,7 +217,7 @@ def let_presets_win(config: DictConfig) -> list[WinningWord]:
     replaced = put_presets_over_words(config)
     if replaced:
         config.presets.replaced = [
-            {"word": each.word, "setting": each.setting, "value": _plain(each.wanted), "preset": each.preset}
+            {"word": each.word, "setting": each.setting, "value": content_of(each.wanted), "preset": each.preset}
             for each in replaced
         ]
     return replaced

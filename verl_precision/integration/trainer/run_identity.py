@@ -33,7 +33,7 @@ from verl_precision.base.errors import ConfigurationError, filled
 from verl_precision.base.files import table_of, write_file
 from verl_precision.base.loggers import general as logger
 from verl_precision.base.state import STRICT, read_state
-from verl_precision.base.verl_config import leaves
+from verl_precision.base.verl_config import content_of, leaves
 from verl_precision.integration.trainer.checkpoints import RESCUE_FILE
 from verl_precision.integration.trainer.metrics_file import metrics_path
 from verl_precision.integration.trainer.saving import saves
@@ -68,12 +68,11 @@ class RunSettings:
         content = {name: digest for name, value in settings.items() if (digest := _content(name, value)) is not None}
         chosen = {*content, *_chosen(config, settings)}
         named = {name: content.get(name, settings[name]) for name in chosen}
-        replaced = OmegaConf.select(config, "presets.replaced")
         return cls(
             settings=dict(sorted(settings.items())),
             chosen=sorted(chosen),
             content=dict(sorted(content.items())),
-            replaced_by_presets=OmegaConf.to_container(replaced) if replaced else None,
+            replaced_by_presets=content_of(OmegaConf.select(config, "presets.replaced"), resolve=False) or None,
             digest=hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:8],
         )
 
@@ -124,9 +123,7 @@ def _parts(config: DictConfig, resolve: bool) -> dict[str, Any]:
     """Return the settings that decide how a run learns; unresolved, an interpolation stays text."""
 
     def chosen(node: DictConfig, names: Iterable[str]) -> dict[str, Any]:
-        found = {name: node[name] for name in names if name in node}
-        is_config, plain = OmegaConf.is_config, OmegaConf.to_container
-        return {name: plain(value, resolve=resolve) if is_config(value) else value for name, value in found.items()}
+        return {name: content_of(node[name], resolve) for name in names if name in node}
 
     return {**chosen(config, IDENTITY_BLOCKS), "trainer": chosen(config.trainer, IDENTITY_TRAINER_KEYS)}
 

@@ -13,34 +13,17 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_precision.base import verl_config
 from verl_precision.base.errors import ConfigurationError, sentence
 from verl_precision.base.other_engines import fit_to_engine
-from verl_precision.base.verl_config import (
-    ACTOR,
-    BYPASS,
-    CORRECTION,
-    LOSS,
-    ROLLOUT,
-    engines,
-    rollout_dtype,
-    transport_dtype,
-)
+from verl_precision.base.verl_config import ACTOR, BYPASS, CORRECTION, LOSS, ROLLOUT, engines
 from verl_precision.check.keys import unresolved
 from verl_precision.check.models import served_models
 from verl_precision.check.probe import gpus_here, probe_environment
 from verl_precision.check.rules.gpu_memory import chosen_scale, gpu_memory, require_known_gpu
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import SEVERITIES, Fault, Severity, fault_of_error
-from verl_precision.check.who_decides import (
-    REPLACED,
-    WIN,
-    WinningWord,
-    decisions,
-    is_about,
-    shown,
-    winning_words,
-    words_of,
-)
+from verl_precision.check.who_decides import REPLACED, WIN, WinningWord, decisions, is_about, shown, winning_words
 from verl_precision.integration.trainer.run_identity import name_the_run
 from verl_precision.integration.trainer.saving import saves
 from verl_precision.losses.registry import POLICY_LOSSES, ratio_of
@@ -147,7 +130,7 @@ def check_recipe(
         words = winning_words(config)
         meant_to_win = OmegaConf.select(config, WIN) is False
         lost = [each.setting for each in words if each.contradicts and not meant_to_win]
-        leave_out = [word for key, word in words_of(config) if any(is_about(key, setting) for setting in lost)]
+        leave_out = [word for key, word in decisions(config).words if any(is_about(key, setting) for setting in lost)]
         return RecipeReport(
             rows=list(dtype_table(config)),
             faults=_merged(faults, added(config, overrides)),
@@ -198,9 +181,9 @@ def dtype_table(config: DictConfig) -> Iterator[Row]:
         yield Row(f"{engine.role} {'master weights, Adam' if engine.trains else 'weights'}", engine.master, of_weights)
         if engine.trains:
             yield Row(f"{engine.role} gradient reduction", engine.reduce, of_sums)
-    yield Row("rollout", rollout_dtype(config), f"{ROLLOUT}.dtype")
+    yield Row("rollout", verl_config.rollout_dtype(config), f"{ROLLOUT}.dtype")
     yield from (Row(served.role, served.dtype, served.source) for served in served_models(config))
-    yield Row("weights to the rollout", *transport_dtype(config))
+    yield Row("weights to the rollout", *verl_config.transport_dtype(config))
     name = config.actor_rollout_ref.rollout.name
     takes = "vLLM computes them in FP32" if name == "vllm" else f"as {name} computes them: not verified here"
     yield Row("rollout log-probs", "fp32", takes)
