@@ -1,7 +1,6 @@
 """The arithmetic of this process, and the models that support it."""
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,13 +33,6 @@ def inner_dtype() -> torch.dtype | None:
 def refused(problem: str, allowed: str, remedy: str = "Choose arithmetic=native.") -> ConfigurationError:
     """Return the error for a model or setting with operations that are not rounded once."""
     return ConfigurationError(problem, setting=SETTING, value=arithmetic_in_use(), allowed=allowed, remedy=remedy)
-
-
-def require(needed: Mapping[str, Any], problem: str) -> None:
-    """Raise an error with this problem unless every condition in `needed` (its words -> whether it holds) is true."""
-    for allowed, holds in needed.items():
-        if not holds:
-            raise refused(problem, allowed)
 
 
 def require_family(config: Any) -> None:

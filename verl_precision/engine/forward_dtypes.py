@@ -1,6 +1,7 @@
 """Verifies the dtype of every matrix product in a forward pass; an output head in FP32."""
 
 from collections import Counter
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -27,17 +28,14 @@ class ForwardDtypes:
         for name, part in module.named_modules():
             matrices = [p for p in part.parameters(recurse=False) if p.dim() > 1]
             if matrices and not isinstance(part, nn.Embedding) and part is not exempt:
-                part.register_forward_hook(self._hook(name))
+                part.register_forward_hook(partial(self._record, name))
 
-    def _hook(self, name: str) -> Any:
-        def record(module: nn.Module, args: Any, output: Any) -> None:
-            product = output[0] if isinstance(output, tuple) else output  # a router's logits come first
-            if isinstance(product, Tensor) and product.is_floating_point():
-                self.seen[product.dtype] += 1
-                if product.dtype != self.expected:
-                    self._wrong[name] = product.dtype
-
-        return record
+    def _record(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        product = output[0] if isinstance(output, tuple) else output  # a router's logits come first
+        if isinstance(product, Tensor) and product.is_floating_point():
+            self.seen[product.dtype] += 1
+            if product.dtype != self.expected:
+                self._wrong[name] = product.dtype
 
     def check(self) -> None:
         """Compare the last forward with the config, and raise PrecisionContradictionError; once, log the outcome."""

@@ -32,14 +32,6 @@ def loss_beside_shadow(loss_function: Callable, shadow_log_probs: Tensor, in_rat
     """
 
     def loss(*args: Any, **kwargs: Any) -> Any:
-        if "model_output" not in kwargs and in_ratio:
-            raise ConfigurationError(
-                "top-k distillation takes its loss from logits, which the shadow does not give",
-                setting="fsdp_config.shadow.ratio_source",
-                value="shadow",
-                allowed="training",
-                remedy="Set ratio_source=training, or distillation without use_topk.",
-            )
         if "model_output" in kwargs:
             output = {**kwargs["model_output"], OF_SHADOW: shadow_log_probs}
             if in_ratio:
@@ -48,6 +40,14 @@ def loss_beside_shadow(loss_function: Callable, shadow_log_probs: Tensor, in_rat
                 offsets = shadow_log_probs.offsets()  # type: ignore[attr-defined]
                 output["log_probs"] = torch.nested.nested_tensor_from_jagged(values, offsets)
             kwargs["model_output"] = output
+        elif in_ratio:
+            raise ConfigurationError(
+                "top-k distillation takes its loss from logits, which the shadow does not give",
+                setting="fsdp_config.shadow.ratio_source",
+                value="shadow",
+                allowed="training",
+                remedy="Set ratio_source=training, or distillation without use_topk.",
+            )
         return loss_function(*args, **kwargs)
 
     return loss

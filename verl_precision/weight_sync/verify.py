@@ -45,9 +45,7 @@ class NotVerifiableError(Exception):
 
 def layers_with_parameters(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers that hold parameters directly, by name."""
-    return {
-        name: layer for name, layer in model.named_modules() if any(p is not None for p in layer._parameters.values())
-    }
+    return {name: layer for name, layer in model.named_modules() if [*layer.parameters(recurse=False)]}
 
 
 def shared_parameter_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -102,11 +102,10 @@ class PrecisionFSDPEngine:
 
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
         """Return log-probs and entropy in FP32, or verl's if the config disables this; a critic's values are verl's."""
-        verls = functools.partial(
-            super().prepare_model_outputs, output, output_args, micro_batch, logits_processor_func
-        )
+        given = output, output_args, micro_batch
+        verls = functools.partial(super().prepare_model_outputs, *given, logits_processor_func)
         if self.engine_config.fp32_log_probs and not self.is_critic:
-            return fp32_outputs(self, output, output_args, micro_batch, verls)
+            return fp32_outputs(self, *given, verls)
         return verls()
 
     # Update: verl's mini-batch, which `measurement.py` measures, then the reports of scaler and parts.

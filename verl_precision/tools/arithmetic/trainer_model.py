@@ -89,7 +89,6 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    dropout: float = 0.0,
     position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:

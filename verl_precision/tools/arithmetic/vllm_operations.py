@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from verl_precision.base.dtypes import EXACT
-from verl_precision.engine.arithmetic_choice import arithmetic_in_use, inner_dtype, refused, require, require_family
+from verl_precision.engine.arithmetic_choice import arithmetic_in_use, inner_dtype, refused, require_family
 from verl_precision.engine.log_probs import log_softmax
 from verl_precision.integration.ledger import wrap_once
 from verl_precision.tools.arithmetic import operations
@@ -53,7 +53,9 @@ def require_supported(config: VllmConfig) -> None:
             "an output head in the model's dtype": model.head_dtype == model.dtype,
             "no LoRA adapters in vLLM": config.lora_config is None,
         }
-        require(needed, "vLLM would not use the trainer's operations")
+        for allowed, holds in needed.items():
+            if not holds:
+                raise refused("vLLM would not use the trainer's operations", allowed)
 
 
 def _inner() -> torch.dtype:
