@@ -130,11 +130,11 @@ def write_problems(path: Path, source: str, problems: Iterable[tuple[str, str]])
     """
     with path.open("w", encoding="utf-8") as file:
         for index, (prompt, answer) in enumerate(problems):
-            row = {
-                "data_source": source,
-                "prompt": [{"role": "user", "content": prompt}],
-                "ability": source,
-                "reward_model": {"style": "rule", "ground_truth": answer},
-                "extra_info": {"index": index},
-            }
+            row = verl_row(source, [{"role": "user", "content": prompt}], source, answer, index=index)
             file.write(json.dumps(row) + "\n")
+
+
+def verl_row(source: str, prompt: list[dict[str, str]], ability: str, truth: str, /, **about: Any) -> dict[str, Any]:
+    """Return a problem as a row in verl's format: chat messages, right answer, and `extra_info` about the problem."""
+    rewarded = {"style": "rule", "ground_truth": truth}
+    return {"data_source": source, "prompt": prompt, "ability": ability, "reward_model": rewarded, "extra_info": about}

@@ -9,6 +9,7 @@ import pyarrow
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
 from verl_precision.tools.data.catalog import CATALOG, LAYOUTS, TEMPLATES, PaperDataSet, Question, Row, read_row
 from verl_precision.tools.jobs.problems import read_rows, write_table
+from verl_precision.tools.tiny_model import verl_row
 
 
 def prepare(
@@ -93,11 +94,8 @@ def _questions(name: str, wanted: PaperDataSet, rows: Sequence[Row]) -> list[Que
 
 def _verl_row(wanted: PaperDataSet, question: Question, index: int, template: str, origin: str) -> dict[str, Any]:
     messages = TEMPLATES[template].items()
-    return {
-        # math_dapo reads both "Answer: ..." and \boxed{...}; MATH's own rule reads \boxed{...} alone.
-        "data_source": "math_dapo" if template == "dapo" else wanted.data_source,
-        "prompt": [{"role": role, "content": text.replace("{question}", question.text)} for role, text in messages],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": question.answer},
-        "extra_info": {"index": index, "split": "+".join(wanted.splits), "origin": origin, "source": question.source},
-    }
+    prompt = [{"role": role, "content": text.replace("{question}", question.text)} for role, text in messages]
+    # math_dapo reads both "Answer: ..." and \boxed{...}; MATH's own rule reads \boxed{...} alone.
+    data_source = "math_dapo" if template == "dapo" else wanted.data_source
+    about = {"index": index, "split": "+".join(wanted.splits), "origin": origin, "source": question.source}
+    return verl_row(data_source, prompt, "math", question.answer, **about)

@@ -14,6 +14,7 @@ from verl_precision.base.settings import require_each_once
 from verl_precision.base.versions import installed_version
 from verl_precision.tools.jobs.problems import read_rows, write_table
 from verl_precision.tools.rewards.reasoning_gym_answer import build, compute_score, require_reasoning_gym
+from verl_precision.tools.tiny_model import verl_row
 
 # System messages for an answer of one line, and of several. Without one, some chat templates add their own.
 INSTRUCTIONS = ('Answer in one line: "Answer: ..."', 'Give the answer alone after "Answer:".')
@@ -79,14 +80,7 @@ def _rows(task: str, level: int, size: int, seed: int) -> list[dict[str, Any]]:
             raise refusal("its scorer rejects its own answer, written to a file and read from a response")
         if compute_score(source, "Answer: ?", truth)["acc"] == 1:
             raise refusal("its scorer accepts ? as an answer, so a model would learn nothing")
-        rows.append({
-            "data_source": source,
-            "prompt": [
-                {"role": "system", "content": INSTRUCTIONS["\n" in entry["answer"].strip()]},
-                {"role": "user", "content": entry["question"]},
-            ],
-            "ability": "reasoning",
-            "reward_model": {"style": "rule", "ground_truth": truth},
-            "extra_info": {"task": task, "level": level, "seed": seed, "origin": origin},
-        })  # fmt: skip
+        system = {"role": "system", "content": INSTRUCTIONS["\n" in entry["answer"].strip()]}
+        prompt = [system, {"role": "user", "content": entry["question"]}]
+        rows.append(verl_row(source, prompt, "reasoning", truth, task=task, level=level, seed=seed, origin=origin))
     return rows
