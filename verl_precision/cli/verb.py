@@ -121,8 +121,7 @@ def silence_third_party() -> Iterator[None]:
     logging.disable(logging.WARNING)
     os.environ.setdefault(_PROGRESS_BARS, "1")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(disabled)
@@ -188,17 +187,15 @@ class Verb:
         return get_command(alone)  # type: ignore[return-value]
 
 
-def verb(
-    section: str, job: str = "", needs: Sequence[str] = (), **context_settings: Any
-) -> Callable[[Callable[..., None]], Verb]:
+def verb(section: str, job: str = "", needs: Sequence[str] = (), **context: Any) -> Callable[[Callable], Verb]:
     """Make a function a verb; its entry point in setup.py, group verl_precision.verbs, gives it a name.
 
     `section` is the part of --help that lists the verb. `job` (`module:name`) is a class whose fields are options, too;
     the function gets an object of it as `job`, or the options that the user has set as `given`.
     `needs` are packages that the verb imports and that may be missing: a message names them before any work.
-    `context_settings` are Click's, such as `ignore_unknown_options=True`.
+    `context` has settings of Click's context, such as `ignore_unknown_options=True`.
     """
-    return lambda function: Verb(function, job, section, needs, context_settings)
+    return lambda function: Verb(function, job, section, needs, context)
 
 
 def run_job(job: Any, session: Callable[[Any, Console], object]) -> None:
@@ -213,10 +210,9 @@ def _print_version(wanted: bool) -> None:
         raise Exit
 
 
+_Version = Annotated[bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]
+
+
 @app.callback()
-def main(
-    version: Annotated[
-        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
+def main(version: _Version = False) -> None:
     """Close the floating-point gap between training and rollout in verl."""
