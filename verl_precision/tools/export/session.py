@@ -114,9 +114,8 @@ class SavedModel:
     @cached_property
     def untied(self) -> bool:
         """Whether a tensor differs from the tensor to which the config ties it."""
-        return bool(
-            weight_export.untied(self._all_sources, self._tied, lambda *names: torch.equal(*map(self._whole, names)))
-        )
+        unlike = weight_export.untied(self._all_sources, self._tied, lambda *two: torch.equal(*map(self._whole, two)))
+        return bool(unlike)
 
     @cached_property
     def _tied(self) -> dict[str, str]:

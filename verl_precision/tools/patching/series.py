@@ -184,10 +184,10 @@ def check_tree(path: Path) -> str:
     """Return a message with the tree's state and whether the series would apply or revert; write nothing."""
     tree = Tree(path)
     tree.change(check=True)
-    verb = "reverts" if tree.state is State.APPLIED else "applies"
+    state = tree.state
+    verb, option = ("reverts", "--revert") if state is State.APPLIED else ("applies", "--apply")
     patches = f"the series of {len(tree.series.patches)} patches {verb} cleanly to {len(tree.files)} files"
-    option = "--revert" if tree.state is State.APPLIED else "--apply"
-    return f"verl {tree.series.version} is {tree.state.value}: {patches}\nnext: verl-precision patch {option} {path}"
+    return f"verl {tree.series.version} is {state.value}: {patches}\nnext: verl-precision patch {option} {path}"
 
 
 def change_tree(path: Path, goal: State, installed: bool = False) -> str:

@@ -110,10 +110,9 @@ class _Judge:
 
 def _started() -> "subprocess.Popen[bytes]":
     require_math_verify()
+    command = [sys.executable, "-m", __name__]
     # Without buffers: a fork would copy the content of a buffer, which would then be written twice.
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-    )
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     if _line(process, _START_SECONDS) != b"ready\n":
         process.kill()
         raise EnvironmentMismatchError("math-verify cannot be imported; its error is above", remedy=INSTALL)

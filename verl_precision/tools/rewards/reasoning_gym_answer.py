@@ -11,6 +11,7 @@ In a recipe, for the data that `verl-precision data reasoning_gym` writes:
 import functools
 import json
 import re
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -44,10 +45,8 @@ def compute_score(
     answer = answer_in(solution_str, entry["answer"])
     score = 0.0
     if len(answer) <= LONGEST and (answer == entry["answer"] or not _NO_VALUE.search(answer)):
-        try:
+        with suppress(Exception):  # any error: scorers index, convert and recurse into answers that they do not expect
             score = float(tasks.score_answer(answer, entry))
-        except Exception:  # any error: scorers index, convert and recurse into answers that they do not expect
-            score = 0.0
     score = min(score, 1.0) if score >= 0 else 0.0  # NaN becomes 0
     return {"score": score, "acc": float(score == 1)}
 

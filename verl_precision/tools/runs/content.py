@@ -191,9 +191,8 @@ class Live:
                 sources = [source for source, begun in self._runs if begun and path in (source, *source.parents)]
             found |= dict.fromkeys([(source, True) for source in sources] or [(path, False)])
         names = names_of([source for source, _ in found])
-        self._runs = {
-            key: self._look_at(*key, name, self._runs.get(key)) for key, name in zip(found, names, strict=True)
-        }
+        named = zip(found, names, strict=True)
+        self._runs = {key: self._look_at(*key, name, self._runs.get(key)) for key, name in named}
         shown = [(view, view.status.state, view.problem, view.kept) for view in self._runs.values()]
         self._version += shown != self._shown
         self._shown = shown
@@ -261,8 +260,7 @@ def responses_content(folder: Path, step: int | None) -> dict[str, Any]:
 
 def response_content(response: KeptResponse) -> dict[str, Any]:
     """Return what the page shows of a response."""
-    content = {
-        name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in vars(response).items()
-    }
+    fields = vars(response).items()
+    content = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields}
     gap = abs(response.log_probs - response.rollout_log_probs).tolist()
     return as_json(content | {"gap": gap, "words": kept_file.DECISIONS})

@@ -91,7 +91,7 @@ class Result:
     bf16_cost: float  # mean |δ| of BF16 in the trainer's engine, nats, with the same experts
 
 
-Routing = Mapping[str, np.ndarray]  # variant -> log-probs H of its choices of experts, all tokens, nats
+LogProbs = Mapping[str, np.ndarray]  # variant -> log-probs of all tokens, nats
 
 
 def attribute(log_probs: Sequence[np.ndarray]) -> Attribution:
@@ -127,16 +127,10 @@ def _k3(gap: np.ndarray) -> np.ndarray:
     return np.where(np.abs(gap) < _SMALL, gap * gap / 2, np.expm1(gap) - gap)
 
 
-def judge(
-    job: Explanation,
-    chain: list[Variant],
-    log_probs: Mapping[str, np.ndarray],
-    routing: Routing | None,
-    terms: int,
-) -> Result:
+def judge(job: Explanation, chain: list[Variant], log_probs: LogProbs, routing: LogProbs | None, terms: int) -> Result:
     """Share the gap among the steps, and judge each step; `log_probs` also has those of the reference.
 
-    `terms` is the model's `longest_sum`.
+    `routing` has the log-probs H of each variant's choices of experts, and `terms` is the model's `longest_sum`.
     """
     before, after = (one.name for one in reference(job, chain))
     cost = log_probs[after] - log_probs[before]
@@ -159,7 +153,7 @@ def judge(
 
 
 def with_routing(
-    chain: Sequence[Variant], log_probs: Mapping[str, np.ndarray], routing: Routing, kept: Collection[str]
+    chain: Sequence[Variant], log_probs: LogProbs, routing: LogProbs, kept: Collection[str]
 ) -> tuple[list[Variant], list[np.ndarray]]:
     """Move the effect of other choices of experts from the steps into a step of its own; return path and log-probs.
 
