@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+from unittest.mock import Mock
 
 import pytest
 from rubbish import FOREIGN
@@ -85,10 +86,8 @@ def test_a_line_of_a_later_version_names_its_owner_and_rubbish_nobody(tmp_path):
 
 
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, caplog):
-    def no_locks(*arguments):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    no_locks = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    monkeypatch.setattr(fcntl, "lockf", Mock(side_effect=no_locks))
     with caplog.at_level(logging.WARNING, logger="verl_precision"):
         assert owner.take(tmp_path) is None
     assert str(tmp_path) in caplog.text

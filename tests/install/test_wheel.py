@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from importlib.metadata import PathDistribution, distribution
 from pathlib import Path
 
@@ -22,27 +21,24 @@ PACKAGED |= {name: f"verl_precision/{name}" for name in ("patches", "recipes")}
 def unpacked(tmp_path_factory) -> Path:
     """Return the files of the newest wheel in $WHEELS (`make wheel`), or else of one that is built here, offline."""
     folder = tmp_path_factory.mktemp("wheel")
-    if wheels := os.environ.get("WHEELS"):
-        return extracted(max(Path(wheels).glob("*.whl"), key=lambda path: path.stat().st_mtime_ns), folder)
-    ignore = shutil.ignore_patterns("__pycache__")
+    wheels = Path(os.environ.get("WHEELS") or built_in(folder))
+    newest = max(wheels.glob("*.whl"), key=lambda path: path.stat().st_mtime_ns)
+    shutil.unpack_archive(newest, folder / "installed", "zip")
+    return folder / "installed"
+
+
+def built_in(folder: Path) -> Path:
+    """Build a wheel in a folder, of a copy of its sources."""
     (folder / "source").mkdir()
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / "source" / name, ignore=ignore)
+            shutil.copytree(ROOT / name, folder / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, folder / "source")
     options = ("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder)
     command = [sys.executable, "-m", "pip", "wheel", *options, folder / "source"]
     subprocess.run(command, check=True, capture_output=True, cwd=folder)
-    (wheel,) = folder.glob("*.whl")
-    return extracted(wheel, folder)
-
-
-def extracted(wheel: Path, folder: Path) -> Path:
-    """Extract a wheel into a folder; return where its packages are then."""
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder / "installed")
-    return folder / "installed"
+    return folder
 
 
 def link(folder: Path, requirements: list[str]) -> None:

@@ -2,8 +2,6 @@
 
 import json
 import pickle
-import subprocess
-import sys
 
 import forked
 import pytest
@@ -133,6 +131,6 @@ for name in ("mismatch.monitor", "mismatch.statistics", "losses.aggregation", "l
 """
 
 
-def test_the_examples_of_the_docstrings_run_with_torch_alone(tmp_path):
-    done = subprocess.run([sys.executable, "-c", EXAMPLES], cwd=tmp_path, capture_output=True, text=True)
+def test_the_examples_of_the_docstrings_run_with_torch_alone(run_python):
+    done = run_python(EXAMPLES)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -58,8 +57,7 @@ def unpack(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def run(version: str) -> Path:
         folder = tmp_path_factory.mktemp(f"verl-{version}")
-        with zipfile.ZipFile(_fetch(version)) as wheel:
-            wheel.extractall(folder)
+        shutil.unpack_archive(_fetch(version), folder, "zip")
         return folder
 
     return run

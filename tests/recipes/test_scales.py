@@ -97,9 +97,8 @@ def test_the_expected_hours_are_those_of_their_seconds():
 def checkpoint_line(recipe: str) -> str:
     """Return a row of the page's table of checkpoints, in GB."""
     config = composed(recipe, "8x8_h100")
-    width = (
-        4 if config.actor_rollout_ref.model.get("lora_rank") else 12
-    )  # FP32 weights, and Adam's moments of those trained
+    # FP32 weights, and Adam's moments of those trained
+    width = 4 if config.actor_rollout_ref.model.get("lora_rank") else 12
     one = width * SHAPES[config.actor_rollout_ref.model.path].parameters / 1e9
     kept = config.trainer.max_actor_ckpt_to_keep
     return f"| {recipe} | {one:.0f} | {kept} | {(kept + 1) * one:.0f} | {one / 2:.0f} | {one / 8:.1f} |"

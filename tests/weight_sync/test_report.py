@@ -1,8 +1,6 @@
 """The receiver's report on its way back: whole, once, and nothing is left behind."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -31,8 +29,8 @@ def test_reports_of_a_sync_are_added_and_come_back_once(own_folder, written, tak
     assert list(own_folder.iterdir()) == []
 
 
-def test_what_ended_processes_left_is_removed_and_what_is_awaited_stays(own_folder):
-    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+def test_what_ended_processes_left_is_removed_and_what_is_awaited_stays(own_folder, run_python):
+    ended = run_python("import os; print(os.getpid())")
     awaited, foreign = f"vp-weight-sync-{os.getpid()}-0b.json", "vp-weight-sync-notes.json"
     for name in (f"vp-weight-sync-{ended.stdout.strip()}-0a.json", awaited, foreign):
         (own_folder / name).write_text("{}")
