@@ -14,6 +14,9 @@ from pathlib import Path
 import forked
 import hypothesis
 import pytest
+from typer.testing import CliRunner
+
+from verl_precision.cli import app
 
 # A test process talks to nobody: no hub, no cluster of somebody else's.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -68,6 +71,12 @@ def root() -> Path:
 
 
 @pytest.fixture
+def at_root(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes, and what they name, are named from the repository's root."""
+    monkeypatch.chdir(root)
+
+
+@pytest.fixture
 def hear_signals() -> Callable[[], object]:
     """A `preexec_fn` for a process that a test interrupts.
 
@@ -108,17 +117,27 @@ def start_owner(root) -> Iterator[Callable[[Path, str], tuple[subprocess.Popen, 
 
 
 @pytest.fixture
-def compose_verl() -> Callable:
-    import composer  # imports verl, which whoever hands out tests and runs none need not
+def typed() -> Callable[..., tuple[int, str]]:
+    """Type a command in this process; return its exit code, and its output with each run of spaces as one."""
 
-    return composer.compose_verl
+    def run(*words: object) -> tuple[int, str]:
+        done = CliRunner().invoke(app, [*map(str, words)])
+        if done.exception and not isinstance(done.exception, SystemExit):
+            raise done.exception
+        return done.exit_code, " ".join(done.output.split())
+
+    return run
 
 
 @pytest.fixture
-def compose_recipe() -> Callable:
-    import composer
+def findings(typed) -> Callable[..., tuple[int, list[dict]]]:
+    """Type `check` with some words; return its exit code, and what it found."""
 
-    return composer.compose_recipe
+    def run(*words: str) -> tuple[int, list[dict]]:
+        code, said = typed("check", "--json", *words)
+        return code, json.loads(said)["findings"]
+
+    return run
 
 
 @pytest.fixture

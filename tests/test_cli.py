@@ -25,17 +25,11 @@ from verl_precision.tools.runs.page import MARK
 
 
 @pytest.fixture
-def type_in(root, tmp_path, monkeypatch):
+def type_in(at_root, tmp_path, typed):
     """Type a command in the repository's root; OUT stands for a folder that is not there, RUN for a run's metrics."""
-    monkeypatch.chdir(root)
     (tmp_path / "run.jsonl").write_text('{"step": 1, "data": {"critic/score/mean": 0.5}}\n')
     meant = {"OUT": str(tmp_path / "out"), "RUN": str(tmp_path / "run.jsonl")}
-
-    def run(*words: str) -> tuple[int, str]:
-        done = CliRunner().invoke(app, [re.sub("OUT|RUN", lambda match: meant[match.group()], word) for word in words])
-        return done.exit_code, " ".join(done.output.split())
-
-    return run
+    return lambda *words: typed(*(re.sub("OUT|RUN", lambda match: meant[match.group()], word) for word in words))
 
 
 @pytest.mark.parametrize(("command", "code", "words"), [

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from composer import ROOT
 
 from verl_precision.check import probe
 from verl_precision.check.preflight import find_problems
@@ -23,8 +22,7 @@ MODEL = "actor_rollout_ref.model.path"
 
 
 @pytest.fixture(autouse=True)
-def _at_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def without_gpus(at_root, monkeypatch):
     monkeypatch.setattr(recipe_config, "gpus_here", lambda: ())
 
 

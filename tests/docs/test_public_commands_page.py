@@ -1,14 +1,10 @@
 """docs/public_commands.md: each row's overrides give its finding, and each line of verl is about what the row says."""
 
 import importlib.util
-import json
 import shlex
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-from verl_precision.cli import app
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "public_commands.md"
 ROWS = [
@@ -21,11 +17,10 @@ PROOFS = dict(line.split(" ", 1) for line in Path(__file__).with_name("proofs.tx
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[4].split()[-1].strip("`"))
-def test_the_overrides_give_the_finding(row):
+def test_the_overrides_give_the_finding(row, findings):
     command, finding = row[4].strip("`"), row[5].strip("`")
-    words = [*shlex.split(command)[1:], "actor_rollout_ref.rollout.name=vllm", "--json"]
-    said = json.loads(CliRunner().invoke(app, words).stdout)
-    assert finding in {each["name"] for each in said["findings"]}
+    _, found = findings(*shlex.split(command)[2:], "actor_rollout_ref.rollout.name=vllm")
+    assert finding in {each["name"] for each in found}
 
 
 def test_each_line_is_where_the_page_says():

@@ -1,6 +1,7 @@
 """The block `mismatch`: typed, bounded, every key known; switched on by every preset: test_presets.py."""
 
 import pytest
+from composer import compose_verl
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.mismatch.settings import AlarmSettings, MismatchSettings
@@ -50,5 +51,5 @@ def test_alerts_need_a_logger_that_has_them():
     assert MismatchSettings.from_config(config | {"trainer": {"logger": ["console", "wandb"]}}).alarm.notify.logger
 
 
-def test_precision_presets_spell_out_the_defaults(compose_verl):
+def test_precision_presets_spell_out_the_defaults():
     assert MismatchSettings.from_config(compose_verl("+precision=fp16")) == MismatchSettings()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import slurm
 import yaml
-from composer import ROOT
+from composer import ROOT, compose_recipe
 
 from verl_precision.check.preflight import PreflightCallback
 
@@ -136,7 +136,7 @@ def test_the_heads_address_is_that_of_the_interface_to_the_other_nodes(load_scri
     assert load_script("recipes/launch/job_facts.py").address_towards("127.0.1.1") == "127.0.0.1"
 
 
-def test_the_jobs_folder_of_checkpoints_is_the_one_that_the_run_takes(load_script, compose_recipe):
+def test_the_jobs_folder_of_checkpoints_is_the_one_that_the_run_takes(load_script):
     config = compose_recipe(RECIPE, *OVERRIDES, return_hydra_config=True)
     PreflightCallback().on_run_start(config)
     folder = load_script("recipes/launch/job_facts.py").checkpoint_folder(ROOT / RECIPE, OVERRIDES)

@@ -1,43 +1,16 @@
 """Made-up engines for the jobs that draw and score, and what such a job has on disk before it has drawn anything."""
 
-import json
 from collections.abc import Callable
 from contextlib import closing
 
 import pytest
 from made_up import MadeUp
-from typer.testing import CliRunner
 
-from verl_precision.cli import app
 from verl_precision.tools.gap.explain import session as explain_session
 from verl_precision.tools.jobs import job
 from verl_precision.tools.jobs.job import Store
 from verl_precision.tools.jobs.journal import Journal
 from verl_precision.tools.jobs.settings import MismatchJob
-
-
-@pytest.fixture
-def typed() -> Callable[..., tuple[int, str]]:
-    """Type a command in this process; return its exit code, and its output with each run of spaces as one."""
-
-    def run(*words: object) -> tuple[int, str]:
-        done = CliRunner().invoke(app, [*map(str, words)])
-        if done.exception and not isinstance(done.exception, SystemExit):
-            raise done.exception
-        return done.exit_code, " ".join(done.output.split())
-
-    return run
-
-
-@pytest.fixture
-def findings(typed) -> Callable[..., tuple[int, list[dict]]]:
-    """Type `check` with some words; return its exit code, and what it found."""
-
-    def run(*words: str) -> tuple[int, list[dict]]:
-        code, said = typed("check", "--json", *words)
-        return code, json.loads(said)["findings"]
-
-    return run
 
 
 @pytest.fixture

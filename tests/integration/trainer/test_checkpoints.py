@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from composer import compose_verl
 from omegaconf import DictConfig
 from rubbish import FOREIGN
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager, find_latest_ckpt_path
@@ -47,7 +48,7 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def config(compose_verl, folder) -> DictConfig:
+def config(folder) -> DictConfig:
     return compose_verl("+precision=fp16", "algorithm.adv_estimator=grpo", f"trainer.default_local_dir={folder}")
 
 

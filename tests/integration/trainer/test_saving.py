@@ -4,6 +4,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from composer import compose_verl
 from omegaconf import OmegaConf
 
 from verl_precision.base.errors import ConfigurationError
@@ -99,7 +100,7 @@ def test_settings_that_cannot_work_are_refused(block, words):
 
 
 @pytest.mark.parametrize(("scale", "minutes"), [("8x8_h100", 60), ("1x8_a100", 60), ("1x1_gpu", 0), ("cpu_2nodes", 0)])
-def test_clusters_save_by_the_hour_and_a_tiny_model_by_steps(compose_verl, scale, minutes):
+def test_clusters_save_by_the_hour_and_a_tiny_model_by_steps(scale, minutes):
     config = compose_verl(f"+scale={scale}", "trainer.save_freq=-1")
     assert ours.checkpoint_settings(config).every_minutes == ours.every_minutes(config) == minutes
     assert ours.saves(config) is (minutes > 0)

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from composer import compose_verl
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl.utils.metric import reduce_metrics
@@ -32,7 +33,7 @@ def test_every_hook_is_verls(mode):
 
 
 @pytest.fixture
-def config(compose_verl):
+def config():
     return compose_verl("+precision=fp16", "actor_rollout_ref.rollout.name=vllm", f"{LOG_PROBS}=True")
 
 

@@ -5,6 +5,7 @@ No Ray here: tests/e2e/test_cluster_check.py asks two real nodes.
 
 import pytest
 import verl  # noqa: F401 - with the plugin, before a test takes its entry point away
+from composer import compose_recipe
 from typer.testing import CliRunner
 
 from verl_precision.base.versions import installed_versions
@@ -103,8 +104,7 @@ def test_what_the_driver_lacks_is_no_fault_of_a_node():
     assert "not on the driver either" in found["a: data/x.parquet"]
 
 
-def test_needs_of_a_recipe(compose_recipe, root, monkeypatch):
-    monkeypatch.chdir(root)
+def test_needs_of_a_recipe(at_root):
     files = ["data/moe/dapo_math_17k.parquet", "data/moe/aime_2024.parquet", "checkpoints"]
     assert needs_of(compose_recipe("recipes/moe/moe.yaml"), ["checkpoints"]) == (8, 8, files)
     nodes, gpus, paths = needs_of(compose_recipe("recipes/moe/moe.yaml", "scale=cpu_2nodes"), [])

@@ -4,12 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from composer import compose_recipe
 
 from verl_precision.check.preflight import PreflightCallback
 from verl_precision.check.rules.registry import find_faults
 from verl_precision.check.rules.rule import Environment
-from verl_precision.cli import app
 from verl_precision.cli.verb import console
 from verl_precision.presets import preset_names
 from verl_precision.tools.checking.recipe_config import check_recipe, dtype_table
@@ -17,11 +16,7 @@ from verl_precision.tools.checking.recipe_config import check_recipe, dtype_tabl
 RECIPE = "recipes/quickstart/quickstart.yaml"
 TOKENS = "actor_rollout_ref.rollout.max_num_batched_tokens"
 PRECISIONS = preset_names("precision")
-
-
-@pytest.fixture(autouse=True)
-def _at_root(root, monkeypatch):
-    monkeypatch.chdir(root)
+pytestmark = pytest.mark.usefixtures("at_root")
 
 
 def errors(config) -> list[str]:
@@ -29,7 +24,7 @@ def errors(config) -> list[str]:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_table_says_what_the_preset_says(precision, compose_recipe):
+def test_table_says_what_the_preset_says(precision):
     config = compose_recipe(RECIPE, f"precision={precision}", "critic.enable=True")
     rows = {row.what: row.value for row in dtype_table(config)}
     train, _, rollout = precision.partition("_train_")
@@ -41,7 +36,7 @@ def test_table_says_what_the_preset_says(precision, compose_recipe):
 
 
 @pytest.mark.parametrize(("rollout", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16")])
-def test_stochastic_rounding_reaches_the_engine(rollout, dtype, compose_recipe):
+def test_stochastic_rounding_reaches_the_engine(rollout, dtype):
     precision = f"precision=fp32_train_{rollout}_rollout"
     config = compose_recipe(RECIPE, precision, "weight_sync.rounding=stochastic", return_hydra_config=True)
     assert errors(config) == []
@@ -52,11 +47,10 @@ def test_stochastic_rounding_reaches_the_engine(rollout, dtype, compose_recipe):
     assert config.actor_rollout_ref.actor.fsdp_config.stochastic_rounding_to is None, "nearest by default"
 
 
-def test_json_schema_and_exit_codes():
-    done = CliRunner().invoke(app, ["check", RECIPE, "actor_rollout_ref.rollout.dtype=bfloat16", "--json"])
-    assert done.exit_code == 1, done.output
-    content = json.loads(done.stdout)
-    assert content["ok"] is False
+def test_json_schema_and_exit_codes(typed):
+    code, text = typed("check", RECIPE, "actor_rollout_ref.rollout.dtype=bfloat16", "--json")
+    content = json.loads(text)
+    assert code == 1 and content["ok"] is False, text
     assert all(set(row) == {"what", "dtype", "source"} for row in content["dtypes"])
     first = content["findings"][0]
     assert set(first) == {"name", "severity", "setting", "value", "problem", "allowed", "remedy"}
@@ -109,14 +103,13 @@ def test_a_mistake_is_answered_with_the_word_to_write(typed, arguments, words):
     ("defaults: [ppo_trainer, _self_]\ntrainer:\nlr: 1\n", "Correct the indent of the lines below trainer."),
     ("defaults: [ppo_trainer, _self_]\n", "actor_rollout_ref.rollout.name='???': verl has no default here"),
 ])  # fmt: skip
-def test_a_users_own_yaml_is_never_a_traceback(content, words, tmp_path):
+def test_a_users_own_yaml_is_never_a_traceback(typed, content, words, tmp_path):
     (tmp_path / "mine.yaml").write_text(content)
-    done = CliRunner().invoke(app, ["check", str(tmp_path / "mine.yaml"), "--json"])
-    assert done.exit_code == 1 and isinstance(done.exception, SystemExit), done.exception
-    found = json.loads(done.stdout)
+    code, text = typed("check", tmp_path / "mine.yaml", "--json")
+    found = json.loads(text)
     (fault,) = found["findings"]
     said = " ".join([f"{fault['setting']}={fault['value']!r}:", f"{fault['problem']}.", fault["remedy"]])
-    assert found["ok"] is False and fault["severity"] == "error" and words in said.replace("..", ".")
+    assert code == 1 and found["ok"] is False and fault["severity"] == "error" and words in said.replace("..", ".")
     assert fault["setting"] or "mine.yaml" in said or "main_ppo" in said
 
 
@@ -133,7 +126,7 @@ def test_a_misspelt_name_that_hydra_adds_is_a_warning_and_a_name_of_ones_own_non
     assert code == 0 and "Did you mean trainer.save_freq?" in text, text
 
 
-def test_the_folder_of_checkpoints_is_named_as_the_run_names_it(typed, compose_recipe):
+def test_the_folder_of_checkpoints_is_named_as_the_run_names_it(typed):
     sanity = "recipes/sanity/sanity.yaml"
     config = compose_recipe(sanity, return_hydra_config=True)
     PreflightCallback().on_run_start(config)

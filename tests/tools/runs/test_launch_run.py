@@ -49,8 +49,7 @@ def test_stages_are_told_in_order_and_never_left_backwards(tmp_path, monkeypatch
     assert [text for text, _ in groupby(told)] == [*texts[:-2], texts[-1], "step 1/4", "step 2/4"]
 
 
-def test_failure_names_log_and_reason_within_seconds(tmp_path, root, monkeypatch):
-    monkeypatch.chdir(root)
+def test_failure_names_log_and_reason_within_seconds(tmp_path, root, at_root):
     seen, folder = [], tmp_path / "run"
     with pytest.raises(RunFailedError) as caught:
         overrides = ["actor_rollout_ref.model.path=/models/typo"]

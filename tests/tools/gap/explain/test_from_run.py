@@ -60,9 +60,8 @@ def test_another_engine_is_refused(quickstart, change):
         explained_by(changed(quickstart, change))
 
 
-def test_options_give_the_settings_back(quickstart, monkeypatch, tmp_path, root, typed):
+def test_options_give_the_settings_back(quickstart, monkeypatch, tmp_path, at_root, typed):
     """The command that is printed asks for what the recipe asks for, and so does --recipe."""
-    monkeypatch.chdir(root)
     explain = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(session, "explain", explain)
     recipe = ["--recipe", "recipes/quickstart/quickstart.yaml", "precision=bf16"]
@@ -121,7 +120,6 @@ def test_a_run_without_config(root, typed):
     (("--run", "tests/data/quickstart/fp16", "--recipe", "recipes/quickstart/quickstart.yaml"), "Leave one out"),
     (("precision=bf16",), "Leave one out"),
 ])  # fmt: skip
-def test_what_cannot_be_asked(arguments, words, monkeypatch, root, typed):
-    monkeypatch.chdir(root)
+def test_what_cannot_be_asked(arguments, words, at_root, typed):
     code, said = typed("explain", *arguments)
     assert code != 0 and words in said.replace("│ ", "").replace(" │", "")
