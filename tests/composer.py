@@ -1,4 +1,4 @@
-"""The one composer of configs for all tests; conftest.py offers two of its functions as fixtures.
+"""The one composer of configs for all tests.
 
 A composition costs half a second, a third of it to read the same forty YAML files again. So each text and each
 interpolation is parsed once in a process, each choice of groups is composed once, and settings are put on top of a
@@ -21,6 +21,8 @@ from hydra._internal.core_plugins.importlib_resources_config_source import Impor
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf._utils import get_yaml_loader
+
+from verl_precision.base.verl_config import leaves
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.yaml") if path.parent.name != "launch")
@@ -106,14 +108,9 @@ def actor_config(config: DictConfig, **global_batch_info: int):
 
 def differing(one: DictConfig, other: DictConfig, resolve: bool = True) -> set[str]:
     """Return the path of every value in which two configs differ; unresolved, an interpolation is its own text."""
-    before, after = (_leaves(OmegaConf.to_container(config, resolve=resolve)) for config in (one, other))
+    each = (leaves(OmegaConf.to_container(config, resolve=resolve)) for config in (one, other))
+    before, after = ({key: value for key, value in found if value != {}} for found in each)
     return {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
-
-
-def _leaves(config, path: str = "") -> dict:
-    if not isinstance(config, dict):
-        return {path: config}
-    return {key: leaf for name, node in config.items() for key, leaf in _leaves(node, f"{path}.{name}").items()}
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from composer import compose_recipe, compose_verl
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
+from verl_precision.base.verl_config import leaves
 from verl_precision.check.preflight import PreflightCallback
 from verl_precision.check.rules.registry import find_faults, without_chosen
 from verl_precision.check.rules.rule import Environment, Fault
@@ -35,15 +36,7 @@ def spoken(group: str, name: str, package: str = "") -> dict:
             found |= spoken(*((f"{group}/{part}", value) for part, value in entry.items()).__next__())
         elif entry != "_self_":
             found |= spoken(*(entry.strip("/").rpartition("/")[::2] if "/" in entry else (group, entry)))
-    return found | {prefix + key: value for key, value in leaves(content)}
-
-
-def leaves(node, path=""):
-    for key, value in node.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", value
+    return found | {prefix + key: value for key, value in leaves(content) if value != {}}
 
 
 def composed(*words: str):

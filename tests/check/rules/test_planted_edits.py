@@ -13,7 +13,7 @@ from typing import get_args
 import numpy
 import pytest
 import torch
-from composer import ROOT, compose_recipe
+from composer import compose_recipe
 from omegaconf import OmegaConf
 from planted import in_full
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn, get_kl_controller, kl_penalty
@@ -21,7 +21,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.base import get_rollout_class
 from verl_says import objection
 
-from verl_precision.base.verl_config import engines
+from verl_precision.base.verl_config import engines, leaves
 from verl_precision.check.models import model_config
 from verl_precision.check.probe import probe_environment
 from verl_precision.check.rules.registry import find_faults
@@ -53,11 +53,7 @@ octothinker 1x8_h100 trainer.total_training_steps=1 trainer.logger=tensorboard
 quickstart  cpu      rollout.n=2
 """
 ids = {"ids": lambda row: "-".join([row[0], row[2], row[4].split()[0]])}
-
-
-@pytest.fixture(autouse=True)
-def _at_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
+pytestmark = pytest.mark.usefixtures("at_root")
 
 
 def composed(recipe: str, scale: str, edit: str):
@@ -187,18 +183,12 @@ def test_vllm_would_have_refused_it():
     assert set(get_args(ModelDType)) == set(VLLM_DTYPES.split())
 
 
-def leaves_of(node, path: str) -> list[str]:
-    if not isinstance(node, dict):
-        return [path]
-    return [leaf for key, value in node.items() for leaf in leaves_of(value, f"{path}.{key}")]
-
-
 def test_a_number_that_is_null_is_named_or_ends_no_rule():
     config = composed("moe", "2x8_h100", "actor.use_kl_loss=True")
     known, named = Environment(model=model_config(config)), set()
     parts = ("actor_rollout_ref", "algorithm", "data", "trainer")
     written = OmegaConf.to_container(config, resolve=False)  # a block that is an interpolation cannot be updated
-    for setting in (name for part in parts for name in leaves_of(written[part], part)):
+    for setting, _ in leaves({part: written[part] for part in parts}):
         value = OmegaConf.select(config, setting)
         if isinstance(value, int | float) and not isinstance(value, bool):
             OmegaConf.update(config, setting, None)
