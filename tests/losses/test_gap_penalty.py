@@ -30,7 +30,7 @@ def test_any_loss_of_ours_gets_the_penalty_of_its_own_ratio(estimator):
     (expected,) = torch.autograd.grad(beta / 2 * square.sum() / (len(case.mask) * C_NORM), plain)
     assert relative_error(found, plain_gradient(estimator, case) + expected) < 1e-10
     assert not found[~case.mask].any()
-    assert metrics["actor/gap_penalty"].aggregate() == pytest.approx(float(beta / 2 * square.sum() / case.mask.sum()))
+    assert metrics["actor/gap_penalty"].aggregate() == pytest.approx((beta / 2 * square.sum() / case.mask.sum()).item())
 
 
 def test_the_penalty_does_not_depend_on_the_split_and_is_held_where_it_would_overflow():

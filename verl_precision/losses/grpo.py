@@ -90,12 +90,10 @@ def gspo(
     return surrogate_loss(batch, ratio_B1, aggregation, (clip_low, clip_high))
 
 
-@policy_loss(
-    "vp_off_policy_sequence_mask",
-    "clipped surrogate, without responses of A < 0 that π has moved away from",
-    "arXiv 2512.02556 eq. (8), (9)",
-    Ratio("token", "ratio"),
-)
+_DEEPSEEKS = "arXiv 2512.02556 eq. (8), (9)", Ratio("token", "ratio")
+
+
+@policy_loss("vp_off_policy_sequence_mask", "`grpo` without responses of A < 0 that π has left", *_DEEPSEEKS)
 def off_policy_sequence_mask(
     trainer_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
     aggregation: Aggregation, rejection_threshold: float = 0.5, clip_low: float = 0.2, clip_high: float = 0.28,
@@ -117,12 +115,7 @@ def off_policy_sequence_mask(
     return _masked_surrogate(batch, -batch.mean_log_ratio_B, rejection_threshold, aggregation, (clip_low, clip_high))
 
 
-@policy_loss(
-    "vp_off_policy_sequence_mask_decoupled",
-    "the same mask, with the clipped ratio of the old policy",
-    "arXiv 2512.02556 eq. (8), (9)",
-    Ratio("token", "ratio"),
-)
+@policy_loss("vp_off_policy_sequence_mask_decoupled", "the same mask, the clip by the old policy", *_DEEPSEEKS)
 def off_policy_sequence_mask_decoupled(
     trainer_log_probs: Tensor, proximal_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *,
     aggregation: Aggregation, rejection_threshold: float = 0.5, clip_low: float = 0.2, clip_high: float = 0.28,
@@ -131,14 +124,12 @@ def off_policy_sequence_mask_decoupled(
     """GRPO's clipped surrogate with DeepSeek-V3.2's mask by μ; the ratio, and so the clip, is the trainer's own.
 
         ∇J = Σₜ Mₜ ∇min(rₜA, clip(rₜ, 1-ε_low, 1+ε_high) A),   rₜ = π(yₜ; θ) / π(yₜ; θ')
-        Mₜ = 0 if A < 0 and (1/|y|) Σₛ log μ(yₛ; θ')/π(yₛ; θ) > δ; else 1
 
-    As TRL and slime wire equations (8) and (9) of https://arxiv.org/abs/2512.02556. In `off_policy_sequence_mask` the
-    ratio contains the precision gap, which can clip a token; here it does not.
+    M as in `off_policy_sequence_mask`, whose ratio contains the precision gap, so that rounding can clip a token. TRL
+    and slime wire equations (8) and (9) of https://arxiv.org/abs/2512.02556 as here.
 
-    Arguments, result, errors and metrics as in `off_policy_sequence_mask`, with `proximal_log_probs` as in `grpo`, and
-    `rollout_is_weights`, [B, T] floating, ρₜ = π(yₜ; θ')/μ(yₜ; θ') > 0 of the tokens that count. They tell μ, and
-    weight no gradient. Without them, μ is π(θ').
+    Arguments, result, errors and metrics as there, with `proximal_log_probs` as in `grpo`, and `rollout_is_weights`,
+    [B, T] floating, π(yₜ; θ')/μ(yₜ; θ') > 0 where a token counts, which tell μ and weight nothing; None: μ is π(θ').
     """
     batch = checked_batch(trainer_log_probs, proximal_log_probs, advantages, response_mask, rollout_is_weights)
     divergence_B = -batch.mean_log_ratio_B

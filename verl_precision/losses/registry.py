@@ -94,7 +94,7 @@ class PolicyLoss:
         Raises:
             ConfigurationError: If the loss needs a tensor that is not there.
         """
-        offered = {**batch, "aggregation": aggregation}
+        offered: dict[str, Any] = {**batch, "aggregation": aggregation}
         if missing := sorted(self.required - {*offered}):
             problem, allowed = f"{self.function.__name__} needs {missing[0]}", ", ".join(sorted(batch))
             raise ConfigurationError(problem, allowed=f"{missing[0]} [B, T]; there are {allowed}", remedy="Pass it.")
@@ -103,8 +103,8 @@ class PolicyLoss:
         if gap_penalty is None:
             return output
         old = next((name for name in OLD_LOG_PROBS if name in given), OLD_LOG_PROBS[0])
-        policies = (offered.get(name) for name in ("trainer_log_probs", old, "response_mask"))
-        added = penalty_of_gap(*policies, aggregation=aggregation, beta=gap_penalty)
+        trainer, other, mask = (offered.get(name) for name in ("trainer_log_probs", old, "response_mask"))
+        added = penalty_of_gap(trainer, other, mask, aggregation=aggregation, beta=gap_penalty)
         return output._replace(loss=output.loss + added.loss).adding(added.metrics)
 
 

@@ -121,14 +121,6 @@ def threshold_misread(config: DictConfig, environment: Environment) -> Iterator[
         yield Fault(setting, problem, allowed, remedy, severity=severity)
 
 
-@rule("threshold-misread")
-def gap_penalty_misread(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """A loss of this package takes verl's `dro_beta` as the weight of the squared log-ratio."""
-    setting = f"{limits.ACTOR}.policy_loss.dro_beta"
-    if _needs(config) and (beta := OmegaConf.select(config, setting)) is not None:
-        yield from faults_raised_by(limits.require_gap_penalty, beta, setting)
-
-
 @rule("k1-bounds-inverted")
 def k1_bounds_inverted(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """k1 is -log r, compared with [log lower, log upper]: a band keeps r in [1/upper, 1/lower]."""
@@ -159,8 +151,10 @@ def _band(text: str) -> tuple[float, float] | None:
 
 @rule("loss-settings")
 def loss_settings(config: DictConfig, environment: Environment) -> Iterator[Fault]:
-    """Settings of this package's losses: the clip range, the rejection threshold, and bypass mode."""
+    """Settings of this package's losses: the square of the gap, clip range, rejection threshold, and bypass mode."""
     needs, own, loss = _needs(config), _corrections(config)[LOSS_CORRECTION], _loss(config)
+    if needs and (beta := config.actor_rollout_ref.actor.policy_loss.get("dro_beta")) is not None:
+        yield from faults_raised_by(limits.require_gap_penalty, beta)
     if "clip_low" in needs:
         actor = config.actor_rollout_ref.actor
         yield from faults_raised_by(limits.require_clip_range, actor.clip_ratio_low, actor.clip_ratio_high)

@@ -14,6 +14,7 @@ from functools import partial
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.extensions import features_asked_for
+from verl_precision.base.files import table_of
 from verl_precision.check import rules
 from verl_precision.check.rules.gpu_memory import OF_GPU
 from verl_precision.check.rules.rule import RULES, Environment, Fault, Rule, Severity, rule
@@ -40,22 +41,7 @@ PROMISED = (
 NAME = "preset-overruled"
 OF_PRESETS = (NAME, "preset-not-in-force")
 MEANT = " If you want this, add +presets=yield."
-# Effect of a word that wins: end of the setting's path, severity, a short text. The first row that fits counts.
-_EFFECTS: tuple[tuple[str, Severity, str], ...] = (
-    (r"policy_loss\.loss_mode", "error", "another loss is trained, and the preset's loss is not used"),
-    (r"bypass_mode", "error", "the ratio has another denominator"),
-    (r"algorithm\.rollout_correction(\.\w+)?", "error", "the loss gets other rollout weights"),
-    (r"adv_estimator|norm_adv_by_std_in_grpo", "error", "another advantage is trained"),
-    (r"worker_extension_cls|send_weight_manifest", "warning", "the weight-sync guard is off"),
-    (r"fsdp(_config)?\._target_", "warning", "this package's engine is off, and with it the weight-sync guard"),
-    (r"mixed_precision\.param_dtype", "error", "this part computes in another dtype than the rest"),
-    (r"use_kl_loss|use_kl_in_reward|kl_\w+", "warning", "the KL term is another one"),
-    (r"entropy_coeff", "warning", "the entropy term is another one"),
-    (r"loss_agg_mode|loss_scale_factor", "warning", "tokens and responses get other weights"),
-    (r"clip_ratio\w*|rollout_is_threshold|rollout_rs_threshold", "warning", "the loss clips at other bounds"),
-    (r"\w*dtype", "warning", "this part computes in another dtype"),
-    (r"\w+", "warning", "this part of the preset has no effect"),
-)
+_EFFECTS: list[tuple[str, Severity, str]] = table_of(__file__, "effects.yaml")
 
 
 def find_faults(config: DictConfig, environment: Environment, this_machine: bool = True) -> list[Fault]:

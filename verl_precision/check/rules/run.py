@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.base.files import table_of
 from verl_precision.base.verl_config import FSDP, MODEL, ROLLOUT, engine_kwargs, engines
 from verl_precision.check.models import teaches
 from verl_precision.check.rules.rule import Environment, Fault, Machine, fault_of_error, faults_raised_by, rule
@@ -16,18 +17,8 @@ from verl_precision.mismatch.settings import MismatchSettings
 from verl_precision.weight_sync.settings import canary_settings, sync_settings
 
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
-# verl's estimators that compare the responses to one prompt with each other: their functions take the prompt's `index`.
-GROUP_ESTIMATORS = (
-    *("grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg"),
-    *("reinforce_plus_plus_baseline", "optimal_token_baseline", "tir_optimal_token_baseline"),
-)
-# Settings of a model that decide what it computes.
-COMPUTED_BY = (
-    *("head_dim", "hidden_act", "hidden_size", "intermediate_size", "moe_intermediate_size", "norm_topk_prob"),
-    *("num_attention_heads", "num_experts", "num_experts_per_tok", "num_hidden_layers", "num_key_value_heads"),
-    *("rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings"),
-    "vocab_size",
-)
+_KNOWN = table_of(__file__)
+GROUP_ESTIMATORS, COMPUTED_BY = _KNOWN["group_estimators"], _KNOWN["computed_by"]
 
 
 @rule("plugin-not-loaded")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_precision.base.files import table_of
 from verl_precision.base.verl_config import ACTOR, CORRECTION, LOSS, ROLLOUT, SEEDED, is_repeatable
 from verl_precision.base.versions import require_tested
 from verl_precision.check.rules.gpu_memory import GIB
@@ -32,26 +33,8 @@ CPUS_FIXED = 3
 CODE = ("data.custom_cls.path", "actor_rollout_ref.rollout.agent.agent_loop_config_path", f"{REWARD}.path")
 CLIP_C = f"{ACTOR}.clip_ratio_c"
 STRATEGY, V1 = f"{ACTOR}.strategy", "trainer.use_v1"
-# Whole numbers, at least 1: verl fails without one, once Ray is up or everything is loaded.
-COUNTS = """
-    trainer.nnodes trainer.n_gpus_per_node data.train_batch_size data.max_prompt_length data.max_response_length
-    actor_rollout_ref.rollout.n actor_rollout_ref.actor.ppo_mini_batch_size actor_rollout_ref.actor.ppo_epochs
-    actor_rollout_ref.rollout.tensor_model_parallel_size actor_rollout_ref.rollout.data_parallel_size
-    actor_rollout_ref.rollout.agent.num_workers actor_rollout_ref.rollout.val_kwargs.n reward.num_workers
-    actor_rollout_ref.rollout.max_num_seqs actor_rollout_ref.actor.ulysses_sequence_parallel_size
-    actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
-    transfer_queue.backend.SimpleStorage.num_data_storage_units
-""".split()
-# Other settings that verl and rules compute with: null ends both with a TypeError.
-COMPUTED_WITH = """
-    data.train_max_samples trainer.total_epochs trainer.save_freq trainer.test_freq trainer.critic_warmup
-    trainer.v1.separate_async.parameter_sync_step trainer.default_local_dir
-    actor_rollout_ref.rollout.pipeline_model_parallel_size actor_rollout_ref.rollout.gpu_memory_utilization
-    actor_rollout_ref.rollout.temperature actor_rollout_ref.rollout.top_k actor_rollout_ref.rollout.agent
-    actor_rollout_ref.actor.fsdp_config.fsdp_size actor_rollout_ref.actor.optim.override_optimizer_config.eps
-    actor_rollout_ref.actor.policy_loss actor_rollout_ref.ref.fsdp_config.fsdp_size
-    critic.ppo_mini_batch_size critic.fsdp.fsdp_size
-""".split()
+_KNOWN = table_of(__file__)
+COUNTS, COMPUTED_WITH = _KNOWN["counts"], _KNOWN["computed_with"]
 # Numbers whose default is null, which does not show their type.
 NUMBERS_OR_NULL = ("trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep", "data.gen_batch_size")
 KL = "kl k1 abs mse k2 low_var_kl k3 kl+ k1+ abs+ mse+ k2+ low_var_kl+ k3+"

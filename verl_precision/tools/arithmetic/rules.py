@@ -8,47 +8,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.dtypes import EXACT, HALF, long
 from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.files import table_of
 from verl_precision.base.verl_config import ROLLOUT, engines, rollout_dtype, sync_backend
 from verl_precision.check.rules.rule import Environment, Fault, rule
 from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING, FAMILIES, refused, require_family
 
-MODEL, VLLM = "actor_rollout_ref.model", f"{ROLLOUT}.engine_kwargs.vllm"
-ENGINE = "verl_precision.integration.engine.engine_config.PrecisionFSDPConfig"
+MODEL = "actor_rollout_ref.model"
 ROUNDING = "weight_sync.rounding"
-DRAFTS = "drafted tokens have other log-probs"
-OTHER_LOGITS, PENALTY = "the rollout's log-probs belong to other logits", "only the rollout's logits are changed"
-KERNELS, ADAPTER = "its kernels round differently", "vLLM rounds the products of an adapter separately"
-# Each row: a setting, its allowed values (the remedy names the last one), and what goes wrong with another value.
-# `vllm_operations.require_supported` also checks the settings that vLLM has from `engine_kwargs`.
-NEEDED: tuple[tuple[str, tuple[object, ...], str], ...] = (
-    ("trainer.device", ("cpu",), "this package replaces vLLM's operations only on a CPU"),
-    (f"{ROLLOUT}.name", ("vllm",), "it uses its own operations"),
-    (f"{ROLLOUT}.enforce_eager", (True,), "a compiled forward pass skips roundings"),
-    (f"{ROLLOUT}.tensor_model_parallel_size", (1,), "each rank rounds its own part of a sum"),
-    (f"{ROLLOUT}.pipeline_model_parallel_size", (1,), "vLLM's operations are replaced on one rank only"),
-    (f"{ROLLOUT}.quantization", (None,), "quantised weights lie on a coarser grid"),
-    (f"{VLLM}.kv_cache_dtype", (None, "auto"), "quantised keys and values lie on a coarser grid"),
-    (f"{VLLM}.hf_overrides", (None,), "the rollout computes another model"),
-    (f"{VLLM}.speculative_config", (None,), DRAFTS),
-    (f"{MODEL}.mtp.enable", (None, False), DRAFTS),
-    (f"{ROLLOUT}.logprobs_mode", ("processed_logprobs",), OTHER_LOGITS),
-    (f"{VLLM}.logprobs_mode", (None, "processed_logprobs"), OTHER_LOGITS),
-    (f"{ROLLOUT}.repetition_penalty", (None, 1.0), PENALTY),
-    (f"{VLLM}.logits_processors", (None,), PENALTY),
-    (f"{MODEL}.override_config.attention_dropout", (None, 0.0), "the trainer's attention has dropout"),
-    (ROUNDING, (None, "nearest"), "the rollout's weights are rounded up or down at random"),
-    ("reward.reward_model.enable", (None, False), "the rollout's vLLM must use the same operations"),
-    (f"{MODEL}.lora_rank", (None, 0), ADAPTER),
-    (f"{MODEL}.lora.rank", (None, 0), ADAPTER),
-    (f"{MODEL}.use_liger", (False,), KERNELS),
-    (f"{MODEL}.use_fused_kernels", (False,), KERNELS),
-)
-# The same for each trainer engine, with settings below the engine's own.
-OF_ENGINE: tuple[tuple[str, tuple[object, ...], str], ...] = (
-    ("_target_", (ENGINE,), "verl's engine computes log-probs in 16 bits (presets precision=... replace it)"),
-    ("fp32_log_probs", (None, True), "the trainer computes log-probs in 16 bits"),
-    ("fp32_output_head", (None, False), "the rollout's head has 16 bits"),
-)
+_ROWS: dict[str, list[tuple[str, list[object], str]]] = table_of(__file__)
 
 
 @rule("not-exact")
@@ -66,10 +33,12 @@ def not_exact(config: DictConfig, environment: Environment) -> Iterator[Fault]:
 
 
 def _otherwise_in_one_engine(config: DictConfig) -> Iterator[Fault]:
-    asked, trained, rows = "arithmetic=exact needs equal log-probs, but", engines(config), [*NEEDED]
+    asked, trained, rows = "arithmetic=exact needs equal log-probs, but", engines(config), [*_ROWS["needed"]]
     for engine in trained:
-        rows += [(f"{engine.setting}.{setting}", values, otherwise) for setting, values, otherwise in OF_ENGINE]
-        rows.append((engine.ulysses[0], (None, 1), "each rank rounds its own part of a sequence"))
+        rows += [
+            (f"{engine.setting}.{setting}", values, otherwise) for setting, values, otherwise in _ROWS["of_engine"]
+        ]
+        rows.append((engine.ulysses[0], [None, 1], "each rank rounds its own part of a sequence"))
     for setting, values, otherwise in rows:
         if OmegaConf.select(config, setting) not in values:
             allowed = ["null" if value is None else str(value) for value in values]

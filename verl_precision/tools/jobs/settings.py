@@ -77,14 +77,13 @@ class MismatchJob(PromptedJob):
     # vLLM chooses its own kernel. With flash_attention_2 the trainer packs without padding; gpt-oss uses eager.
     attention: Literal["sdpa", "eager", "flash_attention_2"] = option(default="sdpa", help="Attention of the trainer.")
     fail_above: tuple[str, ...] = option(
-        default=(), recorded=False,
-        help="Exit code 1 if a k3 is above this bar beyond chance: 1e-3, or fp16/fp16=1e-5 for one pair of rollout and "
-        "train dtype. Repeatable.",
-    )  # fmt: skip
+        default=(),
+        help="Exit code 1 if a k3 is above 1e-3; fp16/fp16=1e-5 is for one pair. Repeatable.",
+        recorded=False,
+    )
     against: Path | None = option(
-        default=None, recorded=False,
-        help="summary.json of an earlier job, for instance of another installation: show what has moved since.",
-    )  # fmt: skip
+        default=None, help="summary.json of an earlier job, e.g. of another verl: show what has moved.", recorded=False
+    )
 
     def __post_init__(self) -> None:
         """Refuse a dtype given twice, and flash attention in FP32."""
