@@ -69,6 +69,8 @@ def trial_batch(dtype: torch.dtype = torch.float64, weighted: bool = False) -> L
     old[0, 0] = log_probs[0, 0] = 0  # a token of probability 1
     advantages = torch.tensor([1.4, -1.6, 0.7, -0.4, 1.1, -0.9, 1.9, 0.0], dtype=torch.float64)[:, None].expand(shape)
     weights = 0.5 + torch.rand(shape, generator=draw, dtype=torch.float64) if weighted else None
+    if weights is not None:
+        weights[1] *= 0.5  # π has left this response by more than half a nat
     inside = torch.arange(shape[1]) < torch.tensor(LENGTHS)[:, None]
     batch = LossInputs(log_probs, old, advantages, inside, weights)
     batch = batch.of_all(lambda tensor: torch.where(inside, tensor, 0).to(dtype))

@@ -94,17 +94,18 @@ class PolicyLoss:
         Raises:
             ConfigurationError: If the loss needs a tensor that is not there.
         """
-        offered: dict[str, Any] = {**batch, "aggregation": aggregation}
-        if missing := sorted(self.required - {*offered}):
+        offered = {**batch, "aggregation": aggregation}
+        old = next((name for name in OLD_LOG_PROBS if name in self.parameters), OLD_LOG_PROBS[0])
+        needed = {*self.required, *((old, "response_mask") if gap_penalty is not None else ())}
+        if missing := sorted(needed - {*offered}):
             problem, allowed = f"{self.function.__name__} needs {missing[0]}", ", ".join(sorted(batch))
             raise ConfigurationError(problem, allowed=f"{missing[0]} [B, T]; there are {allowed}", remedy="Pass it.")
         given = {name: value for name, value in offered.items() if name in self.parameters}
         output = self.function(**given, **options)
         if gap_penalty is None:
             return output
-        old = next((name for name in OLD_LOG_PROBS if name in given), OLD_LOG_PROBS[0])
-        trainer, other, mask = (offered.get(name) for name in ("trainer_log_probs", old, "response_mask"))
-        added = penalty_of_gap(trainer, other, mask, aggregation=aggregation, beta=gap_penalty)
+        policies = batch["trainer_log_probs"], batch[old], batch["response_mask"]
+        added = penalty_of_gap(*policies, aggregation=aggregation, beta=gap_penalty)
         return output._replace(loss=output.loss + added.loss).adding(added.metrics)
 
 
