@@ -116,7 +116,9 @@ def test_an_arm_is_a_precision_an_estimator_and_a_length_and_the_script_names_th
 def test_log_and_pages_have_what_the_recorded_runs_say(reader, root, tmp_path):
     runs = read_runs([ROOT / "tests/data/reasoning_length/sure"])
     outcomes = [reader.outcome_of(run) for run in runs]
-    assert reader.table(outcomes) in (root / "docs/log/length.md").read_text()
+    for name in ("sure", "again", "spread_1.6", "spread_3.4"):
+        recorded = [reader.outcome_of(run) for run in read_runs([ROOT / "tests/data/reasoning_length" / name])]
+        assert reader.table(recorded) in (root / "docs/log/length.md").read_text(), name
     for page in (RECIPE.parent / "README.md", root / "docs/metrics.md"):
         assert reader.by_length(outcomes) in page.read_text()
     reader.record(runs, tmp_path)
