@@ -118,7 +118,7 @@ def test_estimator_is_valid_and_has_its_loss(name):
     assert actor.loss_agg_mode != "seq-mean-token-sum-norm" or actor.loss_scale_factor == 20480
     ours = POLICY_LOSSES.get(actor.policy_loss.loss_mode)
     of_rollout = ours is not None and "rollout_log_probs" in ours.parameters
-    assert config.algorithm.rollout_correction.bypass_mode is of_rollout
+    assert config.algorithm.rollout_correction.bypass_mode is (of_rollout or name == "cispo_rollout")
 
 
 @pytest.mark.parametrize("name", preset_names("estimator"))
