@@ -37,7 +37,7 @@ class _Fitted(Table):
         if sum(widths) <= room:
             yield from super().__rich_console__(console, options)
             return
-        yield Text(str(self.title), "italic", end="\n" if self.title else "")
+        yield Text(str(self.title or ""), "italic", end="\n" if self.title else "")
         headings = [str(column.header).replace("\n", " ") for column in self.columns]
         for row, *cells in zip(self.rows, *(map(str, column.cells) for column in self.columns), strict=True):
             words = [f"{name}: {cell}" if name else cell for name, cell in zip(headings, cells, strict=True) if cell]
@@ -47,7 +47,11 @@ class _Fitted(Table):
 
 
 def terminal_table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1, red: Collection[int] = (), title: str = ""
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    words: int = 1,
+    red: Collection[int] = (),
+    title: str | None = None,
 ) -> Table:
     """Return a table for a console; on a narrow console each row is a block of `name: value`.
 

@@ -116,7 +116,7 @@ def test_an_alarm_that_stops_the_run_saves_while_the_rollout_sleeps(trainer, mon
     monkeypatch.setattr(TRAINER_REGISTRY["sync"], "_save_checkpoint", lambda self: done.append("saved"))
     trainer.checkpoint_manager = SimpleNamespace(sleep_replicas=lambda: done.append("asleep"))
     trainer.monitor.first_alarm_step = 2
-    monkeypatch.setattr(trainer.monitor, "judge", Mock(return_value=MismatchAlarmError("k3 grows")))
+    monkeypatch.setattr(trainer.monitor, "judge", Mock(side_effect=MismatchAlarmError("k3 grows")))
     for _ in range(2):
         with pytest.raises(MismatchAlarmError):
             trainer._compute_metrics(None, {}, {}, global_steps=2, epoch=0)
