@@ -24,13 +24,8 @@ def summary(k3, error, **about):
 
 
 @pytest.mark.parametrize(("k3", "error", "verdict"), [
-    (5e-4, 1e-4, "below"),
-    (9.9e-4, 1e-4, "within chance"),
-    (1.1e-3, 1e-4, "within chance"),
-    (1.3e-3, 1e-4, "above"),
-    (0.0, 0.0, "below"),
-    (5e-4, math.nan, "cannot be judged"),
-    (math.nan, math.nan, "cannot be judged"),
+    (5e-4, 1e-4, "below"), (9.9e-4, 1e-4, "within chance"), (1.1e-3, 1e-4, "within chance"), (1.3e-3, 1e-4, "above"),
+    (0.0, 0.0, "below"), (5e-4, math.nan, "cannot be judged"), (math.nan, math.nan, "cannot be judged"),
 ])  # fmt: skip
 def test_a_k3_fails_above_its_bar_beyond_chance_or_where_nothing_is_known(k3, error, verdict):
     both = [pair(k3, error), pair(1.0, 0.0, train="fp16")]
@@ -53,12 +48,8 @@ def test_a_bar_is_for_all_pairs_or_for_one_and_another_text_is_refused():
 
 def test_two_stacks_differ_beyond_the_chance_of_both(tmp_path):
     (tmp_path / "new").write_text(json.dumps(summary(1.05e-3, 2e-5, arithmetic="native")))
-    for k3, error, verdict in (
-        (1e-3, 2e-5, "no"),
-        (9e-4, 2e-5, "yes"),
-        (None, None, "unknown"),
-        (1e-3, None, "unknown"),
-    ):
+    cases = {(1e-3, 2e-5): "no", (9e-4, 2e-5): "yes", (None, None): "unknown", (1e-3, None): "unknown"}
+    for (k3, error), verdict in cases.items():
         (tmp_path / "old").write_text(json.dumps(summary(k3, error, seed=1)))
         _, (row, *others) = gate.moved(*(gate.read_summary(tmp_path / name) for name in ("old", "new")))
         assert row[0] == "bf16, bf16" and row[-1] == verdict
