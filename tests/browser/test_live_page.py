@@ -14,7 +14,6 @@ from verl_precision.tools.runs.content import recorded_content
 from verl_precision.tools.runs.page import page as report_of
 from verl_precision.tools.runs.read import read_runs
 
-CURVES = "document.querySelectorAll('#curves figure:not([hidden]) .curve').length"
 GROUNDS = "getComputedStyle(document.documentElement).backgroundColor + getComputedStyle(document.body).color"
 SCRIPT = "<img src=http://192.0.2.1/x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
 

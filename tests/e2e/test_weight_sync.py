@@ -67,9 +67,9 @@ def test_without_the_repair_a_tied_head_is_stale_and_the_guard_names_it(tmp_path
     """The recipe's script; six steps. Without the guard the run ends with exit code 0, and its engines differ."""
     command = ["bash", "recipes/tied_head/run_sync_qwen3_cpu.sh", "trainer.total_training_steps=6"]
     subprocess.run(command, check=True, env={**os.environ, "OUTPUT": str(tmp_path), "PYTHON": sys.executable})
-    rows = {path.parent.name: read_metrics(path) for path in tmp_path.glob("tied_head/*/*/metrics.jsonl")}
-    pearson = {arm: [row["mismatch/probs_pearson"] for row in steps] for arm, steps in rows.items()}
-    assert len(pearson["repaired"]) == len(pearson["unguarded"]) == 6 and "guarded" not in rows
-    assert min(pearson["repaired"]) > 0.99 and max(pearson["unguarded"]) < 0.5
+    files = {path.parent.name: path for path in tmp_path.glob("tied_head/*/*/metrics.jsonl")}
+    equal = {arm: [row["mismatch/probs_pearson"] for row in read_metrics(path)] for arm, path in files.items()}
+    assert {arm: len(steps) for arm, steps in equal.items()} == {"repaired": 6, "unguarded": 6}
+    assert min(equal["repaired"]) > 0.99 and max(equal["unguarded"]) < 0.5
     (log,) = tmp_path.glob("tied_head/*/guarded/train.log")
     assert "Weight sync 0 did not take: lm_head: its kernel computes with a packed copy" in log.read_text()

@@ -38,10 +38,8 @@ def test_the_penalty_does_not_depend_on_the_split_and_is_held_where_it_would_ove
     whole = gap_penalty(case.trainer, case.rollout, case.mask, aggregation=SUM, beta=0.3).loss
     info = {"num_responses": len(case.mask), "num_tokens": int(case.mask.sum())}
     of_parts = Aggregation("seq-mean-token-sum-norm", normalizer=C_NORM, **info)
-    parts = [
-        gap_penalty(each.trainer, each.rollout, each.mask, aggregation=of_parts, beta=0.3).loss
-        for each in (case.rows(slice(0, 5)), case.rows(slice(5, None)))
-    ]
+    halves = case.rows(slice(0, 5)), case.rows(slice(5, None))
+    parts = [gap_penalty(half.trainer, half.rollout, half.mask, aggregation=of_parts, beta=0.3).loss for half in halves]
     assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-12)
     trainer = torch.tensor([[1e30, -1.0], [-1.0, torch.nan], [-1.0, -1.5]]).requires_grad_()
     output = gap_penalty(trainer, torch.full((3, 2), -1.0), torch.ones(3, 2), aggregation=SUM, beta=2.0)

@@ -2,30 +2,11 @@
 
 import functools
 import re
+from pathlib import Path
 
 from composer import compose_verl
 
-SHORT = {
-    "DISAGGREGATED": "trainer.v1.trainer_mode=vp_separate_async trainer.v1.separate_async.parameter_sync_step=4 "
-    "rollout.nnodes=1 rollout.n_gpus_per_node=8",
-    "MASKS": "+sampling_masks=replay rollout.top_k=64",
-    "VERLS_ENGINE": "fsdp._target_=verl.workers.config.FSDPEngineConfig +presets=yield",
-    "EXACT": "+precision=bf16 +arithmetic=exact trainer.device=cpu rollout.enforce_eager=True "
-    "rollout.tensor_model_parallel_size=1",
-    "SDPA": "model.override_config.attn_implementation=sdpa",
-    "ULYSSES": "ulysses_sequence_parallel_size",
-    "FINISHED": "+reward.custom_reward_function.reward_kwargs.require_finished=True "
-    "reward.custom_reward_function.path=pkg://verl_precision.tools.rewards.boxed_answer",
-    "LOOP": "rollout.agent.default_agent_loop=vp_single_turn",
-    "REPLAY": "+precision=bf16 +router_replay=rollout",
-    "DISTILLED": "distillation.enabled=True distillation.nnodes=1 "
-    "distillation.teacher_models.teacher_model.model_path=owner/teacher",
-    "REWARDED": "reward.reward_model.enable=True reward.reward_model.model_path=owner/judge "
-    "reward.reward_model.rollout.name=vllm",
-    "FILTERED": "algorithm.filter_groups.enable=True algorithm.filter_groups.metric=reward",
-    "SHAPED": "+reward.reward_kwargs={overlong_buffer_cfg:{enable:True,len:128,penalty_factor:1.0},max_resp_len:512}",
-    "ACTOR_FP16": "+fsdp.mixed_precision=FP16 rollout.dtype=float16",
-}
+SHORT = dict(line.split(" ", 1) for line in Path(__file__).with_name("short_forms.txt").read_text().splitlines())
 
 
 def in_full(words: str) -> list[str]:

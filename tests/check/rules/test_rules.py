@@ -68,7 +68,6 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
 OWN_CODE = {"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "mine.Model"}}
 LORA = "+precision=fp16 trainer.save_freq=-1 model.lora_rank=8"
 CPU = "trainer.device=cpu"
-BOXED = "reward.custom_reward_function.path=pkg://verl_precision.tools.rewards.boxed_answer"
 OF_TEACHER = "distillation.teacher_models.teacher_model.inference"
 DROPS = Environment(adapter={"lora_dropout": 0.1})
 NO_TEACHER = "DISTILLED distillation.teacher_models.teacher_model.model_path=/no/such"
