@@ -77,6 +77,14 @@ def test_the_fault_of_a_loss_is_named(fault):
         assert_conforms(FAULTS[fault])
 
 
+def test_a_mean_of_all_columns_depends_on_padding_and_on_masked_tokens():
+    def mean_of_all(part, counts):
+        return (-part.advantages * (part.trainer_log_probs - part.old_log_probs).exp()).mean()
+
+    trial = try_loss(mean_of_all, trial_batch())
+    assert trial.padding == pytest.approx(1 - 16 / 21) and trial.masked > 0.1
+
+
 def test_what_is_drawn_at_random_is_compared_by_its_means():
     state = torch.random.get_rng_state()
     trial = assert_conforms(sampled)

@@ -79,7 +79,7 @@ def gspo(
     π trainer's policy, θ' the weights the rollout was drawn with, |y| tokens of the response. Equations (5) to (7) of
     https://arxiv.org/abs/2507.18071, whose clip range is the default here. ∇s = s (1/|y|) Σₜ ∇log π(yₜ), so with the
     paper's aggregation, mode "seq-mean-token-mean", every token carries sA and their mean is J. With advantages that
-    differ within a response, each token carries s times its own A, and the loss is the paper's GSPO-token, eq. (13).
+    differ within a response, each token carries s times its own A, and the loss is the paper's GSPO-token.
 
     Arguments, result, errors, masked tokens, empty and non-finite rows as in `grpo`; s is held at 2e11 in float32,
     beyond a mean log-ratio of 25.9. (verl's `gspo` multiplies weights and advantages of masked tokens by 0, but

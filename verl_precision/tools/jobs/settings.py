@@ -78,7 +78,7 @@ class MismatchJob(PromptedJob):
     attention: Literal["sdpa", "eager", "flash_attention_2"] = option(default="sdpa", help="Attention of the trainer.")
     fail_above: tuple[str, ...] = option(
         default=(),
-        help="Exit code 1 if a k3 is above 1e-3; fp16/fp16=1e-5 is for one pair. Repeatable.",
+        help="Exit code 1 if a k3 is above this: 1e-3, or fp16/fp16=1e-5 for one pair. Repeatable.",
         recorded=False,
     )
     against: Path | None = option(
