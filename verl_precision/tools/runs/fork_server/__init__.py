@@ -1,8 +1,4 @@
-"""Ray's workers as forks of one process that has imported verl and vLLM, which saves a minute in each run on a CPU.
-
-client      replaces `python`: asks a template to fork the worker, then passes on its signals and exit code
-template    the process that has imported everything, and forks
-"""
+"""Ray's workers as forks of one process that has imported verl and vLLM, which saves a minute in each run on a CPU."""
 
 import json
 import os
