@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 from verl_precision.base.files import table_of
 
@@ -20,32 +21,12 @@ LINES = 10
 _CAUSE_WIDTH, _ECHO_WIDTH, _MESSAGE_LINES = 1200, 200, 10
 # Of a huge log, only the end is read; of a line, only the start. After too many lines of others, a traceback is over.
 _LOG_BYTES, _LINE_CHARACTERS, _BETWEEN = 2**25, 4000, 20
-# Control characters, and a progress bar before another process's text.
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]|^[^|]*\d+%\|[^\[]*\[[^]]*\](?=\S)")
-_LEVEL = "DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL|[DIWEFC]"
-# The process of a line: Ray's "(WorkerDict pid=1, ip=192.0.2.1) ", vLLM's "(EngineCore pid=2) ", torch's "[rank3]: ".
-_SPEAKER = re.compile(r"^(?:\((?:(?:(?P<name>\S+) )?pid=\d+|raylet)(?:, ip=[\w.:]+)?\)|\[(?:rank|default)\d+\]:) ?")
-# Then the logger's prefix: of vLLM; of verl and uvicorn; of Python, Hydra and Ray; of C++.
-_DATE = r"\[?\d{4}-\d\d-\d\d[ T][\d:.,]+(?:Z|[+-]\d\d:?\d\d)?"
-_LOGGER = re.compile(
-    rf"^(?:(?P<vllm>{_LEVEL}) [\d-]+ [\d:]+ \[\S+\] |(?P<verl>{_LEVEL}):(?:[\d-]+ [\d:,]+:| +|[\w.]+:)|"
-    rf"{_DATE}(?:[^\w(]+[\w.]+)??[^\w(]+(?P<dated>{_LEVEL})\b[\d\s\]]*(?:\(\w+\) )?(?:[\w/.]+\.\w+:\d+:? )?"
-    rf"(?:-- |- (?:[\w.]+ - )?)?|\[?(?P<cpp>{_LEVEL})(?:\d{{3,4}} [\d:.]+)?(?: +\d+)? [\w./-]+:\d+\] |{_DATE}\]? )"
-)
-_REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
-_GROUP = re.compile(r"^ *(?:\| ?|\+ (?=Exception Group)|\+[-+]+(?: \d+ -+)?$)")  # the frame of an exception group
-_TRACEBACK = re.compile(r"(?:Exception Group )?Traceback \(most recent call last\)(?::$| ─)|ray::\S+\(\) \(pid=")
-_FRAME = re.compile(r'^\s+File "(.+)", line (\d+), in (.+)')
-_RAISE = re.compile(r"^\s+(?:raise\b|[~^]+$)")  # a source line that adds nothing to the error
-
-# The end of a traceback: the name of a class, with dots or a capital letter.
-_CLASS = re.compile(rf"^(?!(?:{_LEVEL})\b)(?:(?:(?:[A-Za-z_]\w*|<locals>)\.)+\w+|[A-Z]\w*)(?::\s+|:?$)")
-# The same on a line whose traceback is not in the log. A source line is indented, a warning begins with a path.
-_EXCEPTION = re.compile(
-    r"^(?!Error\b)(?:[A-Za-z_]\w*\.)*(?=[A-Z])\w*(?:Error|Exception|Exit|Interrupt|Fault|Group)(?::\s+|$)"
-)
-_OURS = re.compile(r"^verl_precision(?:: |\.(?:base\.)?errors\.)")
-_ASSERTION = re.compile(r"^(\S+?:\d+).*?(Assertion .* failed)")  # every CUDA thread prints it
+_TABLE = table_of(__file__, "failure_lines.yaml")
+# How lines look: the file explains each look.
+_LINE = SimpleNamespace(**{
+    name: re.compile("|".join(forms).replace("LEVEL", _TABLE["level"]).replace("DATE", _TABLE["date"]))
+    for name, forms in _TABLE["looks"].items()
+})  # fmt: skip
 _WORDS = table_of(__file__, "failure_words.yaml")
 _DIED, _LOGS, _ECHO = (re.compile("|".join(_WORDS[kind].values())) for kind in ("died", "logged", "echo"))
 _REMEDIES = table_of(__file__, "failure_remedies.yaml")
@@ -93,7 +74,7 @@ def relevant_lines(lines: Iterable[str]) -> list[str]:
     """Return why a run failed: the cause, a known remedy, later errors; for a log without errors, its last lines."""
     log, end = _Log(), deque[str](maxlen=LINES)
     for line in lines:
-        clean = _CONTROL.sub("", line[:_LINE_CHARACTERS]).rstrip()
+        clean = _LINE.control.sub("", line[:_LINE_CHARACTERS]).rstrip()
         log.read(clean)
         if clean and "Warning" not in clean:
             end.append(clean[:_CAUSE_WIDTH])
@@ -120,9 +101,9 @@ class _Log:
 
     def read(self, line: str) -> None:
         """Read a line: the start, a frame or the end of a process's traceback, more of a message, or another line."""
-        words, who, names, logger, level = _REPEATED.sub("", line), "", list[str](), "", ""
-        while match := _SPEAKER.match(words) or _LOGGER.match(words):
-            if match.re is _SPEAKER:
+        words, who, names, logger, level = _LINE.repeated.sub("", line), "", list[str](), "", ""
+        while match := _LINE.speaker.match(words) or _LINE.logger.match(words):
+            if match.re is _LINE.speaker:
                 who += match[0]
                 names += [match["name"]] if match["name"] else []
             else:
@@ -130,21 +111,22 @@ class _Log:
                 level = match[match.lastgroup][0] if match.lastgroup else level
             words = words[match.end() :]
         process = self._processes.setdefault(who, _Process(", ".join(names)))
-        while match := _GROUP.match(words):
+        while match := _LINE.group.match(words):
             words = words[match.end() :]
-        if _TRACEBACK.search(words):
+        if _LINE.traceback.search(words):
             process.frames, process.error, process.between = deque(maxlen=LINES), None, 0
         elif process.frames is not None and words.startswith((" ", "│")):
-            if frame := _FRAME.match(words):
+            if frame := _LINE.frame.match(words):
                 process.frames.append(f"{frame[1]}:{frame[2]} in {frame[3]}")
-            elif process.frames and ": " not in process.frames[-1] and not _RAISE.match(words):
+            elif process.frames and ": " not in process.frames[-1] and not _LINE.raising.match(words):
                 process.frames[-1] += f": {words.strip()}"
         else:
             self._read_words(process, words, logger, level)
 
     def _read_words(self, process: _Process, words: str, logger: str, level: str) -> None:
         """Read a line that is no frame of a traceback."""
-        raised = (process.frames is not None and _CLASS.match(words)) or _EXCEPTION.match(words) or _OURS.match(words)
+        unframed = _LINE.exception.match(words) or _LINE.ours.match(words)
+        raised = unframed or (process.frames is not None and _LINE.named.match(words))
         died = (match := _DIED.search(words)) and (match.start() == 0 or not words.startswith("  "))
         error, echo, bad = process.error, _ECHO.search(words), bool(level) and level in "EFC"
         own = raised or (died and not echo and words[:1] not in (" ", "\t"))
@@ -152,9 +134,9 @@ class _Log:
             error.said.append(words.strip())
         elif raised or died:
             handled = bool(level) and not bad
-            rank = _LOGGED if handled else _OUR_OWN if _OURS.match(words) else _PRIMARY
+            rank = _LOGGED if handled else _OUR_OWN if _LINE.ours.match(words) else _PRIMARY
             rank = _SECONDARY if echo or process.ignored or (raised and handled) else rank
-            self._add(process, _ASSERTION.sub(r"\1: \2", words), rank, logger)
+            self._add(process, _LINE.assertion.sub(r"\1: \2", words), rank, logger)
             process.frames, process.ignored = None, False
         elif bad or _LOGS.search(words):
             alike = re.sub(r"\d+", "0", words)
@@ -182,4 +164,4 @@ def _goes_on(error: _Error, words: str, logger: str) -> bool:
 
 def _message(text: str) -> str:
     """Return an exception's message without its class: the part that other processes repeat."""
-    return _CLASS.sub("", text) or text
+    return _LINE.named.sub("", text) or text
