@@ -6,14 +6,13 @@ import sys
 from collections import Counter
 
 import pytest
+from cases import cases
 from made_up import six_characters, two_tokens
 
 from verl_precision.base.versions import installed_versions
 from verl_precision.tools.gap import pairs as mismatch_job
 from verl_precision.tools.jobs import job
 
-FEW = "evaluate --model tiny:qwen3 --data DATA --context 64"
-SET = "sanity-set DATA --model tiny:qwen3"
 # verb -> its answers, how often it dies, its results, its options
 VERBS = {
     "mismatch": (two_tokens, (4, 15), "table.md summary.json", "--max-prompts 2 --responses 3"),
@@ -94,28 +93,7 @@ def test_results_say_how_they_were_made_and_a_folder_of_another_job_is_refused(v
     assert code == 1 and any(f"it has {name} and no journal.jsonl" in shown for name in (*results, "logs"))
 
 
-@pytest.mark.parametrize(("command", "words"), [
-    ("mismatch --train-dtype fp8", "--train-dtype fp8: this cannot work. Allowed: 'fp16', 'bf16' or 'fp32'"),
-    ("mismatch --attention flex", "--attention flex: this cannot work. Allowed: 'sdpa', 'eager' or 'flash_at"),
-    ("mismatch --attention flash_attention_2 --train-dtype fp32", "flash-attn computes in 16 bits only"),
-    ("mismatch --prompts reward.py", "reward.py: unknown format '.py'. Allowed: .parquet, or .jsonl"),
-    ("mismatch --model VLLM_REFUSES", "--rollout-dtype fp16 with model gemma: vLLM refuses FP16"),
-    ("explain --arithmetic exact --train-dtype fp16", "--arithmetic exact with two dtypes"),
-    ("explain --arithmetic exact --fp32-output-head", "with --fp32-output-head or --16-bit-log-probs"),
-    ("explain --max-response-tokens 5000", "the model's context 2048"),
-    ("explain --model nowhere/at-all --rollout-model tiny:none", "nowhere/at-all"),
-    ("explain --16-bit-log-probs --train-dtype fp32", "it has no 16-bit logits"),
-    (f"{FEW} --dtype fp16 --dtype fp16", "--dtype fp16 fp16: one is given twice. Allowed: each once"),
-    (f"{FEW} --context 9", "--context 9: the longest prompt has"),
-    (f"{FEW} --context 4096", "and the model's context 2048. Allowed: "),
-    (f"{FEW} --data DATA", "--data data data: one is given twice. Allowed: each once; a data set is named"),
-    ("evaluate --model nowhere --data DATA --context 64", "model='nowhere': no such folder"),
-    (f"{SET} --low few", "--low few: this cannot work"),
-    (f"{SET} --low 0.8 --high 1/5", "--low 0.8 --high 0.2"),
-    (f"{SET} --high 3/2", "--low 0.2 --high 1.5. Allowed: 0 <= low <= high <= 1"),
-    (f"{SET} -n 10 --low 0.51 --high 0.59", "no accuracy of 10 responses lies in this window"),
-    (f"{SET} --max-prompt-tokens 8", "--max-prompt-tokens 8: every prompt is longer. Allowed: "),
-])  # fmt: skip
+@pytest.mark.parametrize(("command", "words"), cases(__file__, "refused"))
 def test_bad_input_is_refused_leaving_nothing(command, words, tmp_path, monkeypatch, row, write_rows, made_up, typed):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").touch()

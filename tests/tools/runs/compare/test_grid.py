@@ -1,6 +1,7 @@
 """Which runs a comparison has: arms from presets or from the recipe, times seeds; and what is refused before any."""
 
 import pytest
+from cases import cases
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.tools.runs.compare import grid
@@ -36,26 +37,7 @@ def test_a_preset_is_known_from_the_overrides():
     assert grid.preset_of("precision", ["algorithm.precision=bf16"]) is None
 
 
-@pytest.mark.parametrize(("text", "options", "setting", "value"), [
-    (None, {"seeds": [1, 2, 1]}, "--seed", "1 2 1"),
-    (None, {"estimators": ["grpo", "grp"]}, "--estimator", "grp"),
-    (None, {"estimators": ["grpo", "grpo"]}, "--estimator", "grpo grpo"),
-    (None, {"arms": ["clipped"]}, "--arm", "clipped"),
-    (None, {"precisions": [], "arms": ["cliped"]}, "--arm", "cliped"),
-    (None, {"precisions": [], "arms": ["all", "shadow"]}, "--arm", "all"),
-    (None, {"precisions": [], "arms": ["shadow", "shadow"]}, "--arm", "shadow shadow"),
-    ("a: 1", {"precisions": [], "arms": ["all"]}, "--arm", "all"),
-    ("arms: {}", {"precisions": [], "arms": ["all"]}, "--arm", "all"),
-    ("arms: {a/b: []}", {"precisions": [], "arms": ["all"]}, "arms.a/b", []),
-    ("arms: {all: []}", {"precisions": [], "arms": ["all"]}, "arms.all", []),
-    ("arms: {x: a=1}", {"precisions": [], "arms": ["x"]}, "arms.x", "a=1"),
-    ("arms: {x: [a]}", {"precisions": [], "arms": ["x"]}, "arms.x", ["a"]),
-    ("arms: {x: [trainer.default_local_dir=d]}", {"precisions": [], "arms": ["x"]}, "trainer.default_local_dir", "d"),
-    (None, {"overrides": ["+trainer.default_local_dir=/data"]}, "trainer.default_local_dir", "/data"),
-    (None, {"overrides": ["precision=fp32"]}, "precision", "fp32"),
-    (None, {"overrides": ["+seed=3"], "seeds": [1]}, "seed", "3"),
-    (None, {"precisions": [], "arms": ["all"], "overrides": ["a.b=2"]}, "a.b", "2"),
-])  # fmt: skip
+@pytest.mark.parametrize(("text", "options", "setting", "value"), cases(__file__, "refused"))
 def test_refused_before_anything_starts(recipe, text, options, setting, value):
     path = recipe() if text is None else recipe(text)
     with pytest.raises(ConfigurationError) as caught:
