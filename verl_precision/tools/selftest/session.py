@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from verl_precision.base.errors import CheckFailedError, ConfigurationError, RunFailedError, require, sentence
+from verl_precision.base.files import table_of
 from verl_precision.base.overrides import quoted
 from verl_precision.base.versions import installed_versions
 from verl_precision.mismatch.metric_names import K3_KL
@@ -22,7 +23,7 @@ from verl_precision.tools.runs.launch import run_verl
 from verl_precision.tools.runs.read import Rows, read_metrics
 from verl_precision.tools.show.tables import write_json
 from verl_precision.tools.tiny_model import write_problems
-from verl_precision.weight_sync.manifest import FEWER_BITS, NOT_RECEIVED, OTHER_VALUES
+from verl_precision.weight_sync import manifest
 
 Figures = dict[str, float | int | str]  # what a check measured, by name with its unit
 Function = Callable[[str, Path], Figures]
@@ -38,12 +39,7 @@ class Check(NamedTuple):
 
 SECONDS = 600  # limit for one run
 RECIPE = Path(__file__).with_name("stack.yaml")
-_ROUNDED = "actor_rollout_ref.actor.fsdp_config.stochastic_rounding_to=bf16"
-_WORKER = "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls"
-_EXTENSION = f"{_WORKER}=verl_precision.tools.selftest.selftest_faults"
-_LORA = [f"actor_rollout_ref.model.{each}" for each in ("lora_rank=8", "lora_alpha=16", "target_modules=all-linear")]
 _LOSS_SCALE, _TOO_LARGE = "actor_rollout_ref.actor.fsdp_config.loss_scale", 2.0**32
-_ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> float:
@@ -60,11 +56,11 @@ def _trains(device: str, folder: Path, overrides: Sequence[str], reports: str = 
 
 
 def _stops(device: str, folder: Path, override: str, words: str) -> Figures:
-    """Run with a fault that an override plants; the run must stop with these words."""
+    """Run with a fault that an override plants; the run must stop with the manifest's words of this name."""
     try:
         _run(device, folder, "trainer.total_training_steps=1", override)
     except RunFailedError as error:
-        first = next((line for line in str(error).splitlines() if words in line), None)
+        first = next((line for line in str(error).splitlines() if getattr(manifest, words) in line), None)
         require(first is not None, f"the run stopped, but for another reason: {error}")
         return {"message": str(first).strip()[:200]}
     raise CheckFailedError("the run went on with the planted fault")
@@ -119,45 +115,13 @@ def _run(device: str, folder: Path, *overrides: str, sleeps: bool = False) -> Ro
     return read_metrics(folder / "run" / "metrics.jsonl")
 
 
-_MERGED = "actor_rollout_ref.model.lora.merge"
-# By name on the command line and in selftest.json.
+_FUNCTIONS: dict[str, Callable[..., Figures]] = dict(
+    trains=_trains, stops=_stops, overflows=_overflows, compares=_compares
+)
 CHECKS = {
-    "tied_model": Check(
-        "a model with tied embeddings trains; all layers verified",
-        partial(_trains, overrides=["tiny_architecture=qwen3_tied"], reports="verified_layers", sleeps=True),
-    ),
-    "moe": Check(
-        "a mixture of experts trains in FP16",
-        partial(_trains, overrides=["tiny_architecture=qwen3_moe"], reports="unverified_layers"),
-    ),
-    "lora_merged": Check(
-        "LoRA, merged for the rollout",
-        partial(_trains, overrides=[*_LORA, f"{_MERGED}=True"], reports="verified_layers"),
-    ),
-    "lora_adapter": Check(
-        "LoRA, as an adapter of the rollout", partial(_trains, overrides=[*_LORA, f"{_MERGED}=False"])
-    ),
-    "fsdp1": Check(
-        "a run under FSDP1",
-        partial(_trains, overrides=[f"{role}.strategy=fsdp" for role in _ROLES]),
-        needs_gpu="FSDP1 cannot wrap CPU parameters",
-    ),
-    "flipped_bit": Check(
-        "one flipped bit in a weight sync stops the run",
-        partial(_stops, override=f"{_EXTENSION}.FlippedBit", words=OTHER_VALUES),
-    ),
-    "lost_tensor": Check(
-        "a tensor lost in a weight sync stops the run",
-        partial(_stops, override=f"{_EXTENSION}.LostTensor", words=NOT_RECEIVED),
-    ),
-    "bf16_sender": Check(
-        "weights rounded to BF16 on the way stop the run", partial(_stops, override=_ROUNDED, words=FEWER_BITS)
-    ),
-    "overflow": Check("an overflow skips the update and halves the loss scale", _overflows),
-    "precision_gap": Check("BF16 has at least 10 times the mismatch of FP16", _compares),
+    name: Check(row["shows"], partial(_FUNCTIONS[row["by"]], **row.get("with", {})), row.get("needs_gpu", ""))
+    for name, row in table_of(__file__, "checks.yaml").items()
 }
-
-
 REPORT = "selftest.json"
 _COLOURS = {"passed": "green", "failed": "red", "not run": "yellow"}
 
