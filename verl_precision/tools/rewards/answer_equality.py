@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import sympy
 
 from verl_precision.tools.rewards.answer_forms import NAME, Form, form_of, spelled
-from verl_precision.tools.rewards.answer_text import amount_of, is_unit, same_unit, words_of
+from verl_precision.tools.rewards.answer_text import KNOWN_UNITS, amount_of, same_unit, words_of
 from verl_precision.tools.rewards.answer_values import same_value, value_of
 
 LONGEST = 1_000  # characters of an answer that is compared
@@ -94,7 +94,7 @@ def _amount(text: str) -> tuple[sympy.Expr | str | None, frozenset[str]]:
     if re.fullmatch(r"\d\d?(:\d\d)+", amount):
         return amount, unit
     value = value_of(re.sub("^([^:]+):([^:]+)$", r"\\frac{\1}{\2}", amount))  # a ratio a:b is the quotient a/b
-    if value is None or (value.free_symbols and not is_unit(unit)):
+    if value is None or (value.free_symbols and not unit <= KNOWN_UNITS):
         return None, unit
     return value * count, unit
 

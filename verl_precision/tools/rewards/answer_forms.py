@@ -5,8 +5,10 @@ An answer is read completely or not at all: a text without a form stays words, w
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
+
+from verl_precision.base.files import table_of
 
 TOKEN = re.compile(r"\\(?:[A-Za-z]+|.)|.", re.DOTALL)
 NAME = re.compile(r"\(?(?:[A-Za-z]|\\[A-Za-z]+)(?:_\{[^{}]*\}|'|[A-Z]+)*(?:\([A-Za-z, ]+\))?(?:, ?[a-z])*\)?")
@@ -16,64 +18,25 @@ _LISTED = r"\b(?:or|and)\b|[,;]"
 _EQUATION = r"=|\\(?:approx|in)(?![A-Za-z])"
 _RELATION = r"<|>|\\(?:le|ge|ne)(?![A-Za-z])"
 _MATRIX = re.compile(r"(-?[^,;=+-]*)\\begin\{([pb]?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\2\}")
-_LOOKS = (
-    r"− - – - × \times · \cdot ÷ / ± \pm ∓ \mp √ \sqrt ∞ \infty ≤ \le ≥ \ge ≠ \ne ∪ \cup ∩ \cap ∈ \in ∅ \emptyset π \pi"
-).split()
-_UNICODE = {
-    ord(sign): f"{latex} " if latex[1:] else latex for sign, latex in zip(_LOOKS[::2], _LOOKS[1::2], strict=True)
+_TABLES = table_of(__file__)
+_SIGNS = str.maketrans(_TABLES["signs"])
+_COMPUTED: dict[str, Callable[[re.Match[str]], str]] = {
+    "DIGITS": lambda found: re.sub(r"\D", "", found[0]),
+    "SIGN": lambda found: "+" if found[1] == found[2] else "-",
 }
-_UNICODE |= {ord("…"): r"\ldots ", ord("°"): r"^\circ ", ord("²"): "^2", ord("³"): "^3", ord("’"): "'", ord("′"): "'"}
-_FUNCTIONS = "arc(?:sin|cos|tan|cot|sec|csc)|(?:sin|cos|tan)h?|cot|sec|csc|ln|log|exp"
-_SPELLINGS = tuple((re.compile(pattern, re.IGNORECASE if pattern[0] == "^" else 0), by) for pattern, by in (
-    (r"\\(?:left|right|middle|[bB]igg?[lrm]?|(?:display|text)style|limits|bf|rm|it|[lL]arge|huge)(?![A-Za-z])", ""),
-    (r"\\(?:mathbf|boldsymbol|bm|pmb|mathit|mathsf|mathtt|underline|fbox|boxed)(?![A-Za-z])", ""),
-    (r"\\(?:text)?color *\{\w+\}", ""),
-    (r"\\(?:mathrm|text(?:rm|normal|it|bf|sf|tt|up)|[mh]box|operatorname\*?) *(?=\{)", r"\\text"),
-    (r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|,? ?\\!,?|~| |(?<!,)\\[,;: ]) ?\d{3})+(?!\d)", lambda m: re.sub(r"\D", "", m[0])),
-    (r"(?<!\\)\\!", ""),
-    (r"\\(?:q?quad(?![A-Za-z])|[hv]space\*?\{[^{}]*\})|(?<!\\)\\[:>;,\s]|\s|~", " "),
-    (r"\^ *(?:\{ *\\circ *\}|\\circ)|\\degree(?![A-Za-z])", r"\\text{degree}"),
-    (r"\\text\{degree\} *(?:\\text ?\{)? *[CF]\b *\}?$", r"\\text{celsius}"),
-    (r"\\?%", r"\\text{percent}"),
-    (rf"\\text *\{{ *({_FUNCTIONS}) *\}}", r"\\\1 "),
-    (r"\\text *\{ *([ei]) *\}", r"\1"),
-    (r"^(?:\\text *\{)? *(?:(?:the |final |correct )*answer(?: is|:)|option|choice|either) *\}? *(?=\S)", ""),
-    (r"(?:\\text *\{)? *all real(?:s| numbers) *\}?", r"\\mathbb{R}"),
-    (r"\\text *\{ *\}", ""),
-    (r"(?<=\d) *(?:\\text *\{)? *([apAP])\.? ?[mM]\b\.? *\}?", lambda m: rf"\text{{{m[1].lower()}m}}"),
-    (r"^0(?=\d:)", ""),
-    (r",? *(?:\\text *\{ *(or|and) *\}|\b(or|and)\b)", lambda m: f" {m[1] or m[2]} "),
-    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-    (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
-    (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
-    (r"\\(?:leq(?:slant)?|le)(?![A-Za-z])|<=", r"\\le "),
-    (r"\\(?:geq(?:slant)?|ge)(?![A-Za-z])|>=", r"\\ge "),
-    (r"\\(?:neq|ne)(?![A-Za-z])", r"\\ne "),
-    (r"\\lt(?![A-Za-z])", "<"),
-    (r"\\gt(?![A-Za-z])", ">"),
-    (r"\\(?:varnothing|O)(?![A-Za-z])", r"\\emptyset"),
-    (r"\\(?:c|l)?dots[cbmio]?(?![A-Za-z])|\.\.\.", r"\\ldots "),
-    (r" *(?:\{ *: *\}|\\colon(?![A-Za-z])|:) *", ":"),
-    (rf"(?<![\\A-Za-z])(sqrt|pi|infty|{_FUNCTIONS})(?![A-Za-z])", r"\\\1 "),
-    (r"([+-]) *([+-])", lambda m: "+" if m[1] == m[2] else "-"),
-))  # fmt: skip
-_WRAPPERS = (
-    r"\*\*(.+)\*\*",
-    r"__(.+)__",
-    r"\$\$?([^$]+)\$\$?",
-    r"\\\((.+)\\\)",
-    r"\\\[(.+)\\\]",
-    r"\\text *\{((?!\w\w+\})[^{}]*)\}",
-)
+_SPELLINGS = [
+    (re.compile(pattern.replace("FUNCTIONS", _TABLES["functions"])), _COMPUTED.get(by, by))
+    for pattern, by in _TABLES["spellings"]
+]
 _ARGUMENTS = {r"\frac": 2, r"\binom": 2, r"\sqrt": 1, r"\overline": 1, r"\text": 1, r"\pmod": 1, "^": 1, "_": 1}
 
 
 def spelled(text: str) -> str:
     """Return an answer in one spelling, without commands that only change its appearance."""
-    text = text.translate(_UNICODE).strip()
+    text = text.translate(_SIGNS).strip()
     for _ in range(3):
         text = re.sub(r"(?<!\.)\. *$", "", text).strip()
-        for wrapper in _WRAPPERS:
+        for wrapper in _TABLES["wrappers"]:
             if found := re.fullmatch(wrapper, text, re.DOTALL):
                 text = found[1].strip()
     for pattern, by in _SPELLINGS:

@@ -7,21 +7,14 @@ Answers with two different units are different; an answer may omit its unit. As 
 import re
 from fractions import Fraction
 
-UNITS = (
-    "percent percentage pct|$ dollar usd|€ euro|£ sterling|cent|degree deg|square sq|cubic cu|per|inch in inches|"
-    "millimeter mm millimetre|centimeter cm centimetre|meter m metre|kilometer km kilometre|foot ft feet|yard yd|"
-    "mile mi|second s sec|minute min|hour h hr hrs|day|week|month|year yr yrs|gram g|kilogram kg|pound lb lbs|"
-    "ounce oz|liter l litre|milliliter ml|gallon gal|hertz hz|newton n|joule j|watt w|mole mol|unit|point|way|"
-    "integer|student|person people|man men|child children|woman women|apple|coin|cup|ticket|tile|marble"
-)
-_UNIT_OF = {word: line.split()[0] for line in UNITS.split("|") for word in line.split()}
-_KNOWN = frozenset(_UNIT_OF.values())
-_PHRASES = {"^{2": ["square"], "^{3": ["cubic"], "mph": ["mile", "per", "hour"]}
-_PHRASES |= dict.fromkeys(("kph", "kmh"), ["kilometer", "per", "hour"])
-_COUNTS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_NO_UNIT = frozenset(  # with such a word, an answer states more than its number
-    "or and if when to than more less least most not no plus minus times over mod remainder even odd half".split()
-)
+from verl_precision.base.files import table_of
+
+_TABLES = table_of(__file__)
+_UNIT_OF: dict[str, str] = {word: words.split()[0] for words in _TABLES["units"] for word in words.split()}
+KNOWN_UNITS = frozenset(_UNIT_OF.values())
+_PHRASES: dict[str, list[str]] = _TABLES["phrases"]
+_COUNTS: dict[str, int] = _TABLES["counts"]
+_NO_UNIT = frozenset(_TABLES["no_unit"].split())
 _POWER = r" *(?:\^\{-?\d\} *)?"
 _WORDED = re.compile(
     rf"(.*?[^ {{(,;=+*/-]) *(?:((?:\\text\{{[A-Za-z .'/-]+\}}{_POWER})+)|( [A-Za-z]{{2,}}(?:[ /]+[A-Za-z]+)*{_POWER})|"
@@ -65,14 +58,9 @@ def amount_of(text: str) -> tuple[str, frozenset[str], int]:
     return tail[1], frozenset(names), count
 
 
-def is_unit(names: frozenset[str]) -> bool:
-    """Return whether all words of a unit are in the table."""
-    return names <= _KNOWN
-
-
 def same_unit(one: frozenset[str], other: frozenset[str]) -> bool:
     """Return whether two units are equal, or one is missing; `integer` and `distinct integer` are equal."""
-    return not one or not other or ((one <= other or other <= one) and not (one ^ other) & _KNOWN)
+    return not one or not other or ((one <= other or other <= one) and not (one ^ other) & KNOWN_UNITS)
 
 
 def words_of(text: str) -> str:
