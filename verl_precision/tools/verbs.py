@@ -75,7 +75,7 @@ def tiny_model(
     say(f"wrote {folder}: use it with {shlex.quote(f'actor_rollout_ref.model.path={quoted(folder)}')}")
 
 
-@verb("Models and data", "verl_precision.tools.jobs.settings:Evaluation", needs=(*ENGINES, "pandas"))
+@verb("Models and data", "verl_precision.tools.jobs.settings:Evaluation", needs=(*ENGINES, "jinja2", "pandas"))
 def evaluate(job: Any) -> None:
     """Measure how often a model solves the problems of one or more data sets, in each dtype and context.
 

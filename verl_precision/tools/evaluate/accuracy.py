@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from verl_precision.tools.jobs.settings import Evaluation
-from verl_precision.tools.show.tables import finite, markdown_page, markdown_table
+from verl_precision.tools.show.tables import finite, markdown_page
 
 PLACE = ["context", "data", "dtype"]
 
@@ -68,34 +68,9 @@ def differences(drawn: pd.DataFrame) -> pd.DataFrame:
 
 def markdown(evaluation: Evaluation, drawn: pd.DataFrame, left_out: Mapping[str, int], versions: dict[str, str]) -> str:
     """Return the tables and the settings that reproduce them."""
-    k = evaluation.responses
-    about = (
-        f"{evaluation.model}; {k} responses for each problem, temperature {evaluation.temperature:g}, top_p "
-        f"{evaluation.top_p:g}, seed {evaluation.seed}; reward {evaluation.reward}."
-    )
-    columns = ["data", "context", "dtype", f"avg@{k}", f"pass@{k}", "truncated", "mean tokens", "problems"]
-    rows = [
-        [
-            *(each["data"], str(each["context"]), each["dtype"], _percent(each["average"], each["standard_error"])),
-            *(_percent(each["pass"]), _percent(each["truncated"]), f"{each['mean_tokens']:.0f}", str(each["problems"])),
-        ]
-        for each in accuracies(drawn).to_dict("records")
-    ]
-    lines = ["Accuracies in percent, ± the standard error over problems:", "", *markdown_table(columns, rows)]
-    if changes := differences(drawn).to_dict("records"):
-        lines += ["", "Difference between two dtypes of the same checkpoint, paired by problem, in points:", ""]
-        rows = [
-            [
-                *(each["data"], str(each["context"]), f"{each['dtype']} - {each['reference']}"),
-                _percent(each["average"], each["standard_error"], "+"),
-            ]
-            for each in changes
-        ]
-        lines += markdown_table(["data", "context", "dtypes", f"difference of avg@{k}"], rows)
-    for name, count in left_out.items():
-        if count:
-            lines.append(f"\nLeft out of {name}, because the reward cannot read the answer: {count} problems.")
-    return markdown_page("Accuracy", about, versions, lines)
+    changes = differences(drawn).to_dict("records")
+    tables = {"accuracies": accuracies(drawn).to_dict("records"), "differences": changes, "left_out": left_out}
+    return markdown_page(__file__, versions, job=evaluation, percent=_percent, **tables)
 
 
 def _percent(share: float, error: float = math.nan, sign: str = "") -> str:

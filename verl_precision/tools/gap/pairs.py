@@ -245,19 +245,13 @@ def _text(value: float, form: str) -> str:
 
 def markdown(pairs: list[Pair], settings: MismatchJob, versions: dict[str, str], prompts: int) -> str:
     """Return the table and the settings that reproduce it; `prompts` is the number of prompts."""
-    about = (
-        f"{settings.model}; {prompts} prompts ({settings.prompts}), {settings.responses} responses each of up to "
-        f"{settings.max_response_tokens} tokens; seed {settings.seed}; attention of the trainer: {settings.attention}; "
-        f"arithmetic: {settings.arithmetic}."
-    )
-    lines = [*markdown_table(*cells(pairs)), "", "Per token, in nats; ± is the standard error over responses."]
     header, rows = growth_cells(pairs)
-    if rows:
-        lines += ["", "Spread (std) of the log ratio of a response's first tokens, nats, by their number:", ""]
-        lines += markdown_table(header, rows)
-    lines += ["", "Predicted from k3: spread of log-weights, and effective share of the responses with pg_seq_is:", ""]
-    lines += markdown_table(*prediction_cells(pairs))
-    return markdown_page("Training-inference mismatch, offline", about, versions, lines)
+    tables = {
+        "mismatch": markdown_table(*cells(pairs)),
+        "growth": markdown_table(header, rows) if rows else [],
+        "predicted": markdown_table(*prediction_cells(pairs)),
+    }
+    return markdown_page(__file__, versions, job=settings, prompts=prompts, **tables)
 
 
 def summary(pairs: list[Pair], prompts: int) -> dict[str, Any]:

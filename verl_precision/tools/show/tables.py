@@ -15,10 +15,12 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> lis
     return ["| " + " | ".join(cells) + " |" for cells in (columns, ["---"] * len(columns), *rows)]
 
 
-def markdown_page(title: str, about: str, versions: Mapping[str, str], lines: Iterable[str]) -> str:
-    """Return a page in Markdown: its title, what was measured, the versions, then the lines."""
-    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return "\n".join([f"# {title}", "", about, f"{packages}.", "", *lines]) + "\n"
+def markdown_page(module: str, versions: Mapping[str, str], **values: Any) -> str:
+    """Return the page of the template `<module>.txt` beside a module, given its `__file__`, with these values."""
+    from jinja2 import Template
+
+    template = Template(Path(module).with_suffix(".txt").read_text(encoding="utf-8"), keep_trailing_newline=True)
+    return template.render(versions=", ".join(f"{name} {version}" for name, version in versions.items()), **values)
 
 
 def write_json(path: Path, content: Mapping[str, Any], replace: bool = True) -> None:
