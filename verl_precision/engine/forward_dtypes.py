@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from verl_precision.base.errors import ConfigurationError, PrecisionContradictionError
+from verl_precision.base.errors import ConfigurationError, PrecisionContradictionError, filled
+from verl_precision.base.files import table_of
 from verl_precision.base.loggers import engine as logger
 from verl_precision.weight_sync.manifest import dtype_name
 
+_WORDS = table_of(__file__, "words.yaml")
 _SHOWN = 5  # modules named in an error message
 
 
@@ -44,15 +46,8 @@ class ForwardDtypes:
         if wrong:
             named = "; ".join(f"{name}: {dtype_name(dtype)}" for name, dtype in list(wrong.items())[:_SHOWN])
             more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-            raise PrecisionContradictionError(
-                f"in the {self._role}'s forward {len(wrong)} modules gave another dtype: {named}{more}. Usual causes: "
-                "autocast switched off or nested with another dtype, a model that casts by itself, a kernel without "
-                "this dtype",
-                setting="fsdp_config.mixed_precision.param_dtype",
-                value=dtype_name(self.expected),
-                allowed="that dtype everywhere",
-                remedy="Choose the precision that the model supports, e.g. precision=bf16.",
-            )
+            words = filled(_WORDS["forward"], role=self._role, wrong=len(wrong), named=named + more)
+            raise PrecisionContradictionError(value=dtype_name(self.expected), **words)
         if not self._said and products:
             dtype = dtype_name(self.expected)
             logger.info("%s forward verified: %d matrix products, all in %s", self._role, products, dtype)
@@ -66,13 +61,8 @@ def compute_head_in_fp32(model: nn.Module) -> nn.Module:
     """Make the output head of a Hugging Face model, not sharded yet, compute x·Wᵀ + b in FP32; return it."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     if type(head) is not nn.Linear:
-        raise ConfigurationError(
-            f"the output head of {type(model).__name__} is a {type(head).__name__}",
-            setting="fsdp_config.fp32_output_head",
-            value=True,
-            allowed="a model whose output head is a linear layer",
-            remedy="Set it to False.",
-        )
+        words = filled(_WORDS["output head"], model=type(model).__name__, head=type(head).__name__)
+        raise ConfigurationError(value=True, **words)
     head.forward = MethodType(_fp32_linear, head)  # type: ignore[method-assign]
     return head
 

@@ -7,12 +7,14 @@ from typing import Any, Literal, get_args
 from pydantic import Field
 
 from verl_precision.base.dtypes import short
-from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError, filled
+from verl_precision.base.files import table_of
 from verl_precision.base.settings import settings
 
 # The spellings in verl's YAML, in `mixed_precision` and in `dtype`.
 DtypeName = Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"]
 
+_WORDS = table_of(__file__, "words.yaml")
 _PRESET = "Choose a preset: precision=fp16."
 
 
@@ -46,12 +48,7 @@ class LossScaleSettings:
     def __post_init__(self) -> None:
         """Check that the initial scale lies between its bounds."""
         if not self.minimum <= self.initial <= self.maximum:
-            raise ConfigurationError(
-                setting="fsdp_config.loss_scale.initial",
-                value=self.initial,
-                allowed=f"minimum <= initial <= maximum (minimum={self.minimum}, maximum={self.maximum})",
-                remedy="Change the bound or the initial scale.",
-            )
+            raise ConfigurationError(value=self.initial, **filled(_WORDS["initial scale"], scale=self))
 
     def bounds(self) -> tuple[float, float]:
         """Return the smallest and the largest scale allowed."""
@@ -79,13 +76,9 @@ class ShadowSettings:
 
     def __post_init__(self) -> None:
         """Check the dtype of a shadow that is switched on."""
-        if self.enabled and self.dtype not in get_args(DtypeName):
-            raise ConfigurationError(
-                setting="fsdp_config.shadow.dtype",
-                value=self.dtype,
-                allowed=", ".join(get_args(DtypeName)),
-                remedy="Leave it out: the presets take it from actor_rollout_ref.rollout.dtype.",
-            )
+        known = get_args(DtypeName)
+        if self.enabled and self.dtype not in known:
+            raise ConfigurationError(value=self.dtype, **filled(_WORDS["shadow's dtype"], dtypes=", ".join(known)))
 
     @property
     def enabled(self) -> bool:
@@ -129,22 +122,10 @@ def require_engine_settings(found: Mapping[str, Any]) -> ShadowSettings:
     mixed = found.get("mixed_precision")
     required = [field.name for field in dataclasses.fields(MixedPrecision)]
     if mixed is None or set(mixed) != set(required):
-        raise ConfigurationError(
-            "omitted fields silently fall back to verl's default (bf16 for param_dtype)",
-            setting="fsdp_config.mixed_precision",
-            value=mixed,
-            allowed=f"all of {', '.join(required)}",
-            remedy=_PRESET,
-        )
+        raise ConfigurationError(value=mixed, **filled(_WORDS["mixed precision"], required=", ".join(required)))
     compute, dtype = MixedPrecision(**mixed).param_dtype, found.get("dtype", "bfloat16")
     if short(dtype) != short(compute):
-        raise ConfigurationError(
-            f"it contradicts mixed_precision.param_dtype={compute!r}, which verl's FSDP engine reads in its place",
-            setting="fsdp_config.dtype",
-            value=dtype,
-            allowed="the same in both",
-            remedy="Choose a preset (precision=fp16) instead of setting dtype.",
-        )
+        raise ConfigurationError(value=dtype, **filled(_WORDS["dtype"], compute=compute))
     own = [field.name for field in dataclasses.fields(_EngineSettings)]  # type: ignore[arg-type]
     _EngineSettings(**{key: found[key] for key in own if key in found})
     _typed(found, "loss_scale", LossScaleSettings)
