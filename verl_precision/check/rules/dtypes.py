@@ -24,9 +24,7 @@ def dtype_ignored(config: DictConfig, environment: Environment) -> Iterator[Faul
         said = short(engine.node.get("dtype", "bf16"))
         # bfloat16 is verl's default, so perhaps no user has set it; this package's engine refuses this itself
         if engine.verls_fsdp and said not in ("bf16", engine.compute):
-            problem = f"verl's FSDP engine reads {engine.source} instead, and computes in {engine.compute}"
-            remedy = f"Choose precision={said}, or set {engine.setting}.mixed_precision.param_dtype={said}."
-            yield Fault(f"{engine.setting}.dtype", problem, f"{engine.compute}, as mixed_precision.param_dtype", remedy)
+            yield Fault.worded("dtype-ignored", f"{engine.setting}.dtype", engine=engine, said=said)
 
 
 @rule("rollout-contradicts-actor")
@@ -39,27 +37,20 @@ def rollout_contradicts_actor(config: DictConfig, environment: Environment) -> I
     halves = {group.partition("@")[0]: choice for group, choice in choices.items()}
     if rollout == actor or (actor, rollout) == (halves.get("precision/train"), halves.get("precision/rollout")):
         return
-    severity: Severity = "warning" if rollout == "auto" else "error"
-    effect = "the log-prob of every token contains the difference"
-    effect = "vLLM will decide from the model's files" if rollout == "auto" else effect
-    allowed = f"{actor}, or a precision preset that names both"
-    remedy = f"Choose precision={actor}, or choose a preset for this pair, <train>_train_<rollout>_rollout."
-    yield Fault(f"{ROLLOUT}.dtype", f"the actor computes in {actor}: {effect}", allowed, remedy, severity=severity)
+    if rollout == "auto":
+        yield Fault.worded("rollout-contradicts-actor/auto", f"{ROLLOUT}.dtype", actor=actor, severity="warning")
+    else:
+        yield Fault.worded("rollout-contradicts-actor", f"{ROLLOUT}.dtype", actor=actor)
 
 
 @rule("differs-from-actor", "warning")
 def differs_from_actor(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl does not pass the actor's `mixed_precision` on to reference and critic."""
     actor, *others = engines(config)
-    effects = {
-        "ref": "the KL to the reference contains the difference at every token",
-        "critic": "values have another precision than the policy",
-    }
     for engine in others:
         if engine.compute != actor.compute:
-            problem = f"it computes in {engine.compute}, the actor in {actor.compute}; {effects[engine.role]}"
-            remedy = f"Choose precision={actor.compute}, which sets both."
-            yield Fault(f"{engine.setting}.mixed_precision.param_dtype", problem, actor.compute, remedy)
+            setting = f"{engine.setting}.mixed_precision.param_dtype"
+            yield Fault.worded(f"differs-from-actor/{engine.role}", setting, engine=engine, actor=actor)
 
 
 @rule("half-weights", "warning")
@@ -96,15 +87,13 @@ def vllm_refuses_fp16(config: DictConfig, environment: Environment) -> Iterator[
     """vLLM refuses FP16 for some architectures, minutes after Ray has started."""
     if config.actor_rollout_ref.rollout.name != "vllm" or rollout_dtype(config) != "fp16":
         return
-    asked = {f"{ROLLOUT}.dtype": (environment.model, "Choose precision=bf16 or fp32, or name another model.")}
+    asked = {f"{ROLLOUT}.dtype": ("policy", environment.model)}
     for served in served_models(config):
         if (served.engine, served.dtype) == ("vllm", "fp16"):
-            remedy = f"Set {served.setting}.dtype=bfloat16, or name another model."
-            asked[f"{served.setting}.dtype"] = environment.served.get(served.named, {}), remedy
-    for setting, (model, remedy) in asked.items():
+            asked[f"{served.setting}.dtype"] = "served model", environment.served.get(served.named, {})
+    for setting, (whose, model) in asked.items():
         if (kind := model.get("model_type")) in VLLM_REFUSES_FP16:
-            problem = f"vLLM does not run model_type={kind} in FP16 (numerical instability)"
-            yield Fault(setting, problem, "bfloat16 or float32 for this architecture", remedy)
+            yield Fault.worded(f"vllm-refuses-fp16/{whose}", setting, kind=kind)
 
 
 @rule("transport-rounds")
@@ -118,12 +107,8 @@ def transport_rounds(config: DictConfig, environment: Environment) -> Iterator[F
     # without a value the cause is BF16 master weights: rule half-master-weights
     if not value or dtype != "bf16" or rollout not in ("fp16", "fp32"):
         return
-    allowed = "False, or this package's engine, which merges in FP32"
-    remedy = f"Choose precision={rollout}, or set {setting}=False."
-    if setting == BACKEND:
-        allowed, remedy = "naive, nccl or nixl", f"Set {BACKEND}=nccl; naive is for trainers on the rollout's GPUs."
-    problem = f"weights travel in BF16, so the {rollout} rollout gets weights with 8 bits of mantissa"
-    yield Fault(setting, problem, allowed, remedy)
+    where = "checkpoint engine" if setting == BACKEND else "merged weights"
+    yield Fault.worded(f"transport-rounds/{where}", setting, rollout=rollout)
 
 
 @rule("megatron-fp16-overflow")
@@ -131,9 +116,7 @@ def megatron_fp16_overflow(config: DictConfig, environment: Environment) -> Iter
     """verl raises where Megatron reports an overflow, which a dynamic loss scale produces by design."""
     for engine in engines(config):
         if engine.strategy == "megatron" and engine.trains and engine.compute == "fp16" and not engine.ours:
-            problem = "verl raises NotImplementedError at the first overflow of the loss scale, and the run ends"
-            remedy = "Choose the preset precision=fp16, which skips such an update."
-            yield Fault(f"{engine.setting}.dtype", problem, "this package's config of Megatron, or bfloat16", remedy)
+            yield Fault.worded("megatron-fp16-overflow", f"{engine.setting}.dtype")
 
 
 @rule("loss-scaling", "warning")
@@ -142,20 +125,14 @@ def loss_scaling_of_verl(config: DictConfig, environment: Environment) -> Iterat
     device = config.trainer.device
     if device == "cuda" and not saves(config):
         return
-    problem = f"verl's loss scaler switches itself off on {device}: small gradients become zero"
-    if device == "cuda":
-        problem = "verl does not save the loss scale: after a resume it starts at 65536 again and skips steps"
+    lost = "not saved" if device == "cuda" else "switched off"
     for engine in engines(config):
         if engine.verls_fsdp and engine.trains and engine.compute == "fp16":
-            allowed = "an engine that scales on this device and saves the scale"
-            remedy = "Choose the preset precision=fp16, which uses such an engine (docs/precision.md, Loss scaling)."
-            yield Fault(engine.source, problem, allowed, remedy, value="fp16")
+            yield Fault.worded(f"loss-scaling/{lost}", engine.source, value="fp16", device=device)
 
 
 @rule("rollout-quantised", "warning")
 def rollout_quantised(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """A quantised rollout computes another policy than the trainer, whatever its dtype says."""
     for setting, value in quantisations(config).items():
-        problem = "the rollout computes in fewer bits than its dtype says; expect a mismatch far above FP16's"
-        remedy = "Set it to null, or correct for it with estimator=grpo_seq_mis or pg_seq_tis."
-        yield Fault(setting, problem, "null", remedy, value=value)
+        yield Fault.worded("rollout-quantised", setting, value=value)

@@ -29,7 +29,6 @@ from verl_precision.engine.settings import require_engine_settings
 
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
 VERLS_ATTENTION = "flash_attention_2"  # verl's default
-SDPA = "sdpa, which supports packed sequences too"
 PADDING = f"{MODEL}.use_remove_padding"
 # verl.models.transformers.monkey_patch gives these a forward that knows where packed sequences end. It needs the
 # kernels of flash-linear-attention: transformers' own delta rule in torch takes `cu_seqlens` and does not read it.
@@ -52,13 +51,9 @@ def attention_refuses_fp32(config: DictConfig, environment: Environment) -> Iter
     full = list(_in_fp32(config))
     shared, attention = " and ".join(role for role in full if role != "critic"), attention_of(config)
     if shared and "flash" in attention:  # transformers looks for this in the name, too
-        problem = f"FP32 of the {shared}: flash attention computes in 16 bits only, and would fail"
-        yield Fault(ATTENTION, problem, SDPA, f"Set ++{ATTENTION}=sdpa.", value=attention)
+        yield Fault.worded("attention-refuses-fp32", ATTENTION, value=attention, shared=shared)
     if "critic" in full:
-        setting = "critic.fsdp.mixed_precision.param_dtype"
-        problem = "verl loads every critic with flash_attention_2, whatever its config says, and that has no FP32"
-        remedy = f"Use an estimator without a critic, or set critic.fsdp.dtype=bfloat16 {setting}=bf16."
-        yield Fault(setting, problem, "bf16 or fp16", remedy)
+        yield Fault.worded("attention-refuses-fp32/critic", "critic.fsdp.mixed_precision.param_dtype")
 
 
 @rule("ulysses-needs-flash")
@@ -68,14 +63,11 @@ def ulysses_needs_flash(config: DictConfig, environment: Environment) -> Iterato
     if "flash" in attention:
         return
     full = list(_in_fp32(config))
-    problem = f"under attn_implementation={attention} each rank attends to its own part, without an error"
     for engine in engines(config):
         setting, size = engine.ulysses
         if size > 1 and engine.strategy in FSDP and engine.role != "critic":  # verl loads it with flash attention
-            remedy = f"Set {setting}=1, or ++{ATTENTION}={VERLS_ATTENTION}."
-            if engine.role in full:
-                remedy = f"Set {setting}=1: flash attention has no FP32, so FP32 has no Ulysses. Or train in 16 bits."
-            yield Fault(setting, problem, "1, or flash_attention_2 in 16 bits", remedy)
+            bits = "32 bits" if engine.role in full else "16 bits"
+            yield Fault.worded(f"ulysses-needs-flash/{bits}", setting, attention=attention)
 
 
 @rule("packed-delta-nets")
@@ -85,8 +77,7 @@ def packed_delta_nets(config: DictConfig, environment: Environment) -> Iterator[
     if not packed or not gated_delta_nets(environment.model):
         return
     if (kind := environment.model.get("model_type")) not in PACKED_BY_VERL:
-        problem = f"the state of {kind}'s gated delta nets continues from one packed sequence into the next"
-        yield Fault(PADDING, f"{problem}: verl 0.9.1 separates them only for {' or '.join(PACKED_BY_VERL)}", "False")
+        yield Fault.worded("packed-delta-nets", PADDING, kind=kind, separated=" or ".join(PACKED_BY_VERL))
 
 
 def gated_delta_nets(model: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -120,11 +111,8 @@ def dropout_in_update(config: DictConfig, environment: Environment) -> Iterator[
     if OmegaConf.select(config, ARITHMETIC_SETTING) == EXACT:  # there the rule not-exact reports it
         return
     for setting, key, rate in _rates(config, environment):
-        problem = f"an update drops {rate:.0%} of the elements ({key}), the rollout none: FP16 does not help"
-        remedy = f"Set {setting}=0.0, if need be with ++."
-        if setting.endswith("_path"):
-            remedy = f"Set lora_dropout to 0 in {setting}'s adapter_config.json."
-        yield Fault(setting, problem, "0.0", remedy, value=rate)
+        whose = "loaded adapter" if setting.endswith("_path") else "config"
+        yield Fault.worded(f"dropout-in-update/{whose}", setting, value=rate, rate=rate, key=key)
 
 
 def _rates(config: DictConfig, environment: Environment) -> Iterator[tuple[str, str, float]]:
@@ -161,14 +149,12 @@ def adapter_misplaced(config: DictConfig, environment: Environment) -> Iterator[
     if not (heads := _heads(adapter)):
         return
     setting, tied = f"{MODEL}.{name}", _is_tied({**environment.model, **(model.get("override_config") or {})})
-    allowed = "modules inside the layers; those are wrapped and sent"
     without = "Train an adapter without it" if loaded else f"Set {setting}=all-linear"
     if not tied if strategy == "fsdp2" else heads != "lm_head":
-        problem = f"{heads}: {strategy.upper()} cannot wrap a layer of PEFT's there, and the start fails"
-        yield Fault(setting, problem, allowed, f"{without}.")
+        wrapper = strategy.upper()
+        yield Fault.worded("adapter-misplaced/not wrapped", setting, heads=heads, wrapper=wrapper, without=without)
     if tied and lora_is_merged(config):
-        problem = f"{heads} shares its matrix (tie_word_embeddings): the rollout has one, you train two"
-        yield Fault(setting, problem, allowed, f"{without}, or set {MODEL}.lora.merge=False.")
+        yield Fault.worded("adapter-misplaced/tied", setting, heads=heads, without=without)
 
 
 def _heads(adapter: Mapping[str, Any]) -> str:
@@ -213,12 +199,9 @@ def engine_settings(config: DictConfig, environment: Environment) -> Iterator[Fa
             continue
         if shadow.enabled and path != ACTOR:
             switch = "ratio_source" if shadow.ratio_source == "shadow" else "every_n_steps"
-            problem, allowed = "only the actor has a shadow", "ratio_source=training and every_n_steps=0"
-            yield Fault(f"{path}.shadow.{switch}", problem, allowed, f"Set {ACTOR}.shadow instead.")
+            yield Fault.worded("engine-settings/shadow not of the actor", f"{path}.shadow.{switch}")
         elif shadow.enabled and short(shadow.dtype) != dtype:
-            problem, allowed = f"the shadow must have the rollout's dtype, which is {dtype}", "the rollout's dtype"
-            remedy = f"Leave it out: the presets take it from {ROLLOUT}.dtype."
-            yield Fault(f"{path}.shadow.dtype", problem, allowed, remedy)
+            yield Fault.worded("engine-settings/dtype of the shadow", f"{path}.shadow.dtype", dtype=dtype)
 
 
 @rule("router-replay")
@@ -233,24 +216,19 @@ def router_replay(config: DictConfig, environment: Environment) -> Iterator[Faul
     family, (ulysses, ranks) = environment.model.get("model_type"), actor.ulysses
     shadow = actor.node.get("shadow") or {}
     if not actor.ours:
-        remedy = "Choose a precision preset; its engine reads it."
-        yield Fault(setting, "verl's own FSDP engine does not read it", "disabled", remedy)
+        yield Fault.worded("router-replay/engine", setting)
     if family and family not in FAMILIES:
-        problem = f"a model of type {family!r} has no router, or its router was not tested"
-        allowed = f"a mixture of experts of type {', '.join(FAMILIES)}"
-        yield Fault(setting, problem, allowed, "Leave out the preset router_replay.")
+        yield Fault.worded("router-replay/model", setting, family=family, families=", ".join(FAMILIES))
     if (mode == "R3" or watched) and not sent:
         yield Fault(SENT, "the rollout does not report its choice of experts", "True")
     if mode == "R2" and OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"):
-        problem = "bypass mode has no old-log-prob pass, so there is no choice of experts to replay"
-        yield Fault(setting, problem, "False, or R3", "Choose router_replay=rollout.")
+        yield Fault.worded("router-replay/bypass mode", setting)
     if ranks > 1:
         yield Fault(ulysses, "each rank then has only a part of each sequence", "1")
     if not OmegaConf.select(config, PADDING):
         yield Fault(PADDING, "the replay assigns choices to tokens; it does not support padding", "True")
     if shadow.get("every_n_steps") or shadow.get("ratio_source") == "shadow":
-        remedy = f"Set {actor.setting}.shadow.every_n_steps=0 {actor.setting}.shadow.ratio_source=training."
-        yield Fault(f"{actor.setting}.shadow", "its forward pass would choose other experts", "no shadow", remedy)
+        yield Fault.worded("router-replay/shadow", f"{actor.setting}.shadow")
 
 
 @rule("rollout-unverified", "warning")
@@ -259,9 +237,6 @@ def rollout_unverified(config: DictConfig, environment: Environment) -> Iterator
     name = str(config.actor_rollout_ref.rollout.name)
     if name == "vllm" or OmegaConf.select(config, "mismatch.enabled") is not True:
         return
-    problem = "only vLLM's workers can verify the tensors and layers of a weight sync"
-    remedy = "Do nothing, or use vllm; docs/architecture.md says what works with other engines."
-    yield Fault(f"{ROLLOUT}.name", problem, "vllm", remedy)
+    yield Fault.worded("rollout-unverified", f"{ROLLOUT}.name")
     if OmegaConf.select(config, CANARY) and name not in PROMPT_LOG_PROBS:
-        problem = f"as verl drives it, a {name} server returns no log-probs of a prompt, or whole responses with them"
-        yield Fault(CANARY, f"{problem}: no sync is verified", "0")
+        yield Fault.worded("rollout-unverified/canary", CANARY, name=name)

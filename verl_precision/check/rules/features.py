@@ -35,13 +35,7 @@ def parts_of_a_main(config: DictConfig, environment: Environment) -> Iterator[Fa
     main = verl_config.other_trainer(config)
     if main is None or not OmegaConf.select(config, "mismatch.enabled"):  # no preset is chosen
         return
-    problem = (
-        f"{main} starts another trainer. It supports precision and loss scale with their metrics, the loss, this check "
-        "and the layers of a weight sync. It does not support metrics and alarm of the mismatch, kept tokens, the "
-        "canary, and checkpoints by time or signal"
-    )
-    remedy = f"{_instead(main)} to use all of them, or set mismatch.enabled=False if you do not need them."
-    yield Fault("mismatch.enabled", problem, "verl's V1 trainer", remedy)
+    yield Fault.worded(WITHOUT_PARTS, "mismatch.enabled", main=main, instead=_instead(main))
 
 
 @rule("main-lacks-part")
@@ -58,8 +52,7 @@ def asked_of_a_main(config: DictConfig, environment: Environment) -> Iterator[Fa
         REPLAY: replayed and main != "trainer.use_v1=False",
     }
     for setting in (setting for setting, is_asked in asked.items() if is_asked):
-        remedy = f"{_instead(main)}, or leave the setting out."
-        yield Fault(setting, f"the trainer of {main} does not support it", "verl's V1 trainer", remedy)
+        yield Fault.worded("main-lacks-part", setting, main=main, instead=_instead(main))
 
 
 def _instead(main: str) -> str:
@@ -69,10 +62,9 @@ def _instead(main: str) -> str:
 @rule("advantage-not-computed")
 def advantage_not_computed(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """An advantage estimator whose inputs the V1 trainer does not pass fails in the first step."""
-    name, others = str(config.algorithm.adv_estimator), "grpo, rloo, gae, reinforce_plus_plus, ..."
+    name = str(config.algorithm.adv_estimator)
     if config.trainer.get("use_v1", True) and name in NOT_GIVEN:
-        problem = f"verl's V1 trainer does not pass {name} its inputs, so the first step fails"
-        yield Fault("algorithm.adv_estimator", problem, others, f"Choose another estimator of advantages: {others}")
+        yield Fault.worded("advantage-not-computed", "algorithm.adv_estimator", name=name)
 
 
 @rule("adapter-not-loaded")
@@ -81,9 +73,7 @@ def adapter_not_loaded(config: DictConfig, environment: Environment) -> Iterator
     setting, actor = "actor_rollout_ref.model.lora_adapter_path", verl_config.engines(config)[0]
     named = OmegaConf.select(config, setting) is not None
     if named and verl_config.lora_rank(config) == 0 and actor.strategy in verl_config.FSDP:
-        problem = "lora_rank is 0: the adapter is never loaded, and the whole model is trained"
-        remedy = "Set actor_rollout_ref.model.lora_rank to the adapter's rank."
-        yield Fault(setting, problem, "null, or a lora_rank above 0", remedy)
+        yield Fault.worded("adapter-not-loaded", setting)
 
 
 @rule("setting-moved")
@@ -145,6 +135,6 @@ def lost_features(config: DictConfig, environment: Environment) -> Iterator[Faul
     """A symbol of verl or vLLM differs, although the version is in the tested range: its feature would fail."""
     for name, lost in environment.lost.items():
         setting, without, severity = FEATURES[name]
-        problem = f"{name} is not available: {'; '.join(f'{symbol} {wrong}' for symbol, wrong in lost.items())}"
-        remedy = f"{REMEDY}, or leave it out: {without}."
-        yield Fault(setting, problem, "verl and vLLM as they were tested", remedy, severity=severity)
+        lacks = "; ".join(f"{symbol} {wrong}" for symbol, wrong in lost.items())
+        said = f"{REMEDY}, or leave it out: {without}."
+        yield Fault.worded("feature-lost", setting, severity=severity, name=name, lacks=lacks, remedy=said)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.files import table_of
-from verl_precision.base.verl_config import ACTOR, BYPASS, CORRECTION, engines, rollout_dtype
+from verl_precision.base.verl_config import ACTOR, BYPASS, CORRECTION, LOSS, engines, rollout_dtype
 from verl_precision.check.rules.rule import Environment, Fault, Severity, faults_raised_by, rule
 from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 from verl_precision.losses import settings as limits
@@ -48,17 +48,14 @@ def kl_twice(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     actor, setting = config.actor_rollout_ref.actor, "algorithm.use_kl_in_reward"
     loss, reward = actor.get("kl_loss_coef"), OmegaConf.select(config, "algorithm.kl_ctrl.kl_coef")
     if actor.use_kl_loss and OmegaConf.select(config, setting) and loss and reward:
-        problem = f"the KL to the reference counts twice: in the reward (x {reward}) and the loss (x {loss})"
-        yield Fault(setting, problem, "one of the two", f"Set {setting}=False, or set {ACTOR}.use_kl_loss=False.")
+        yield Fault.worded("kl-twice", setting, reward=reward, loss=loss)
 
 
 @rule("bypass-without-loss")
 def bypass_without_loss(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """In the V1 trainer `bypass_mode` replaces the old log-probs; the correction's other settings have no effect."""
     if _takes_rollout_as_old(config) and (ignored := _ignored_in_bypass(config)):
-        problem = f"verl's V1 trainer ignores {' and '.join(ignored)} here, so the clip acts on the mismatch"
-        remedy = "Choose estimator=pg_seq_is, pg_seq_tis or pg_seq_mis."
-        yield Fault(BYPASS, problem, "False, or a loss that supports bypass mode", remedy)
+        yield Fault.worded("bypass-without-loss", BYPASS, ignored=" and ".join(ignored))
 
 
 @rule("setting-ignored", "warning")
@@ -68,8 +65,7 @@ def weights_unread_in_bypass(config: DictConfig, environment: Environment) -> It
     if loss in POLICY_LOSSES and "rollout_log_probs" in _needs(config):
         for key in ("rollout_is", "rollout_rs"):
             if correction.get(key) and config.trainer.get("use_v1", True):
-                problem = f"in bypass mode, which loss_mode={loss} needs, nothing reads it"
-                yield Fault(f"{CORRECTION}.{key}", problem, "null", f"Leave out {CORRECTION}.{key}.")
+                yield Fault.worded("setting-ignored/weights in bypass mode", f"{CORRECTION}.{key}", loss=loss)
 
 
 @rule("bypass-clips-mismatch", "warning")
@@ -78,9 +74,7 @@ def bypass_clips_mismatch(config: DictConfig, environment: Environment) -> Itera
     ratio, shadow = ratio_of(config.actor_rollout_ref.actor), OmegaConf.select(config, RATIO_SOURCE) == "shadow"
     clips = _takes_rollout_as_old(config) and (ratio is None or ratio.clip is not None) and not shadow
     if clips and not _ignored_in_bypass(config):
-        problem = f"loss_mode={_loss(config)} clips the ratio to the rollout, which contains the mismatch"
-        remedy = "Set it to False, or choose estimator=pg_seq_is."
-        yield Fault(BYPASS, problem, "False, or a loss that supports bypass mode", remedy)
+        yield Fault.worded("bypass-clips-mismatch", BYPASS, loss=_loss(config))
 
 
 def _takes_rollout_as_old(config: DictConfig) -> bool:
@@ -101,9 +95,7 @@ def threshold_misread(config: DictConfig, environment: Environment) -> Iterator[
     for path, correction in _corrections(config).items():
         rejects, setting = correction.get("rollout_rs_threshold"), f"{path}.rollout_rs_threshold"
         if "k1" in str(correction.get("rollout_rs")) and isinstance(rejects, int | float) and not rejects > 1:
-            problem = "a k1 band begins at the reciprocal, so everything is rejected. YAML reads 0.5_5 as 0.55"
-            allowed = "a number > 1, or a band whose parts have a decimal point, as 0.5_2.0"
-            yield Fault(setting, problem, allowed, f"Set {setting}=2.0.")
+            yield Fault.worded("threshold-misread/k1", setting)
         value, kind = correction.get("rollout_is_threshold"), WEIGHT_KINDS.get(correction.get("rollout_is"))
         ours = kind is not None if path == CORRECTION else "threshold" in _needs(config)
         bounds, setting = kind.bounds if kind else limits.require_threshold, f"{path}.rollout_is_threshold"
@@ -113,12 +105,9 @@ def threshold_misread(config: DictConfig, environment: Environment) -> Iterator[
         bounds_ratio = bounds is limits.require_threshold and correction.get("rollout_is") and not tells_mu
         if said or not bounds_ratio or not isinstance(value, int | float) or 1 <= value <= MAX_USUAL_THRESHOLD:
             continue
-        effect = "would truncate weights of on-policy tokens (ratio 1)" if value < 1 else "hardly ever acts"
-        problem = f"it {effect}. YAML reads a band such as 0.5_5 as 0.55, 1e-9_3 as 1e-93 and 2_10 as 210"
-        allowed = f"a number in [1, {MAX_USUAL_THRESHOLD}], or a band as 0.5_5.0"
-        remedy = f"Set {setting}=2.0, or the band as 0.5_5.0."
         severity: Severity = "error" if value < 1 else "warning"
-        yield Fault(setting, problem, allowed, remedy, severity=severity)
+        size = "small" if value < 1 else "large"
+        yield Fault.worded(f"threshold-misread/{size}", setting, severity=severity, most=MAX_USUAL_THRESHOLD)
 
 
 @rule("k1-bounds-inverted")
@@ -134,11 +123,8 @@ def k1_bounds_inverted(config: DictConfig, environment: Environment) -> Iterator
             if not name.endswith("k1") or bounds is None or abs(math.log(bounds[0] * bounds[1])) <= SYMMETRY:
                 continue
             (low, high), setting = bounds, f"{path}.rollout_rs_threshold"
-            first, last = f"{1 / high:.4g}", f"{1 / low:.4g}"
-            problem = f"{name} compares -log r: ratios in [{first}, {last}] are kept, not [{low:g}, {high:g}]"
-            allowed = "a band of reciprocals, such as 0.5_2.0"
-            remedy = f"To keep [{low:g}, {high:g}] set {setting}={first}_{float(last)}."  # the point keeps it text
-            yield Fault(setting, problem, allowed, remedy)
+            first, last = f"{1 / high:.4g}", float(f"{1 / low:.4g}")  # a float's point keeps the band text in YAML
+            yield Fault.worded("k1-bounds-inverted", setting, name=name, low=low, high=high, first=first, last=last)
 
 
 def _band(text: str) -> tuple[float, float] | None:
@@ -166,9 +152,7 @@ def loss_settings(config: DictConfig, environment: Environment) -> Iterator[Faul
     if (bypass := _correction(config).get("bypass_mode", False)) is True:  # the worker reads a copy
         yield from faults_raised_by(limits.require_bypass, own.get("bypass_mode"), loss)
     else:
-        problem = f"loss_mode={loss} weighs by the rollout's log-probs, but verl would recompute the old log-probs"
-        remedy = f"Choose the preset estimator={loss.removeprefix('vp_')}, which sets it and its copy for the loss."
-        yield Fault(BYPASS, problem, "True", remedy, value=bypass)
+        yield Fault.worded("loss-settings/bypass", BYPASS, value=bypass, loss=loss, preset=loss.removeprefix("vp_"))
     if not config.trainer.get("use_v1", True):
         problem = f"in bypass mode verl's V0 trainer replaces loss_mode={loss} by its own bypass_mode"
         yield Fault("trainer.use_v1", problem, "True")
@@ -182,15 +166,12 @@ def weights_not_applied(config: DictConfig, environment: Environment) -> Iterato
         return
     if "rollout_is_weights" not in _needs(config):
         applying = [name for name, entry in POLICY_LOSSES.items() if "rollout_is_weights" in entry.parameters]
-        setting = f"{ACTOR}.policy_loss.loss_mode"
-        problem = f"this loss does not apply the weights of {CORRECTION}.rollout_is={weights} as its equation says"
-        yield Fault(setting, problem, ", ".join(applying), f"Set {setting}=vp_grpo.", value=_loss(config))
+        names, unfit = ", ".join(applying), _loss(config)
+        yield Fault.worded("loss-settings/weights not applied", LOSS, value=unfit, weights=weights, applying=names)
     if correction.get("bypass_mode"):
-        problem = f"in bypass mode verl computes no weights for rollout_is={weights}, without a message"
-        yield Fault(BYPASS, problem, "False", "Set it to False, or choose estimator=pg_seq_tis or pg_seq_mis.")
+        yield Fault.worded("loss-settings/weights in bypass mode", BYPASS, weights=weights)
     if correction.get("rollout_rs") is not None:
-        problem = f"with rollout_is={weights} rejected tokens leave the mask, and with it the denominator"
-        yield Fault(f"{CORRECTION}.rollout_rs", problem, "null")
+        yield Fault.worded("loss-settings/weights with rejection", f"{CORRECTION}.rollout_rs", weights=weights)
     yield from faults_raised_by(limits.require_plain_weights, correction.get("rollout_is_batch_normalize"), weights)
 
 

@@ -103,9 +103,8 @@ def preset_overruled(config: DictConfig, environment: Environment) -> Iterator[F
     wins = OmegaConf.select(config, WIN)
     found = [each for each in winning_words(config) if each.contradicts] if wins is not False else []
     if wins and found:  # they were not replaced
-        problem = "with Hydra's multirun, presets cannot replace words of the command"
-        remedy = f"Start the runs one by one, or leave out {' '.join(dict.fromkeys(each.word for each in found))}."
-        yield Fault(WIN, problem, "a single run", remedy, severity="error")
+        given = " ".join(dict.fromkeys(each.word for each in found))
+        yield Fault.worded("preset-overruled/multirun", WIN, severity="error", given=given)
         return
     for each in found:
         fits = ((how, what) for end, how, what in _EFFECTS if re.search(rf"(^|\.)({end})$", each.setting))

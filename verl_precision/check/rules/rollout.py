@@ -38,9 +38,7 @@ def validation_repeats(config: DictConfig, environment: Environment) -> Iterator
     said = decisions(config)
     by_preset = setting in said.origins and said.origins[setting].group and not said.word_about(setting)
     if (kwargs.n or 1) > 1 and greedy and validates and not by_preset:
-        problem = f"with val_kwargs.{greedy[0]} the {kwargs.n} responses to a prompt are equal up to rounding"
-        remedy = f"Set {setting}=1, or for example {ROLLOUT}.val_kwargs.temperature=0.6."
-        yield Fault(setting, problem, "1, or a temperature above 0", remedy)
+        yield Fault.worded("validation-repeats", setting, greedy=greedy[0], responses=kwargs.n)
 
 
 @rule("raw-logprobs")
@@ -65,12 +63,10 @@ def truncated_sampling(config: DictConfig, environment: Environment) -> Iterator
         return
     effect = f"{ratios} divides the two" if ratios else "the mismatch metrics also contain the truncation"
     severity: Severity = "error" if ratios or OmegaConf.select(config, ARITHMETIC_SETTING) == EXACT else "warning"
-    for key, allowed in (("top_p", "1.0"), ("top_k", "-1"), ("custom.min_p", "0")):
+    for key, all_tokens in (("top_p", "1.0"), ("top_k", "-1"), ("custom.min_p", "0")):
         if _is_set(config.actor_rollout_ref.rollout, key):
             setting = f"{ROLLOUT}.{key}"
-            problem = f"the rollout normalises over the kept tokens, the trainer over all tokens: {effect}"
-            remedy = f"Set {setting}={allowed}, or +sampling_masks=replay (docs/options.md)."
-            yield Fault(setting, problem, f"{allowed}, or sampling masks", remedy, severity=severity)
+            yield Fault.worded("truncated-sampling", setting, severity=severity, effect=effect, all=all_tokens)
 
 
 @rule("temperature-in-half", "warning")
@@ -110,18 +106,15 @@ def agent_loop(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     ours = rollout.agent.default_agent_loop == AGENT_LOOP
     if OmegaConf.select(config, "reward.custom_reward_function.reward_kwargs.require_finished"):
         if not (ours and of_loop["mark_truncated"]) or config.reward.reward_manager.name in ("dapo", "gdpo"):
-            problem = "only vp_single_turn with verl's manager naive reports to require_finished what was cut off"
-            yield Fault(f"{custom}.mark_truncated", problem, "True, with vp_single_turn and reward_manager.name=naive")
+            yield Fault.worded("agent-loop/require_finished", f"{custom}.mark_truncated")
     if not ours:
         if given:
-            problem = f"it does not read {', '.join(given)} of {custom}"
-            yield Fault(f"{ROLLOUT}.agent.default_agent_loop", problem, AGENT_LOOP)
+            yield Fault.worded("agent-loop/not ours", f"{ROLLOUT}.agent.default_agent_loop", given=", ".join(given))
         return
     if rollout.name != "vllm":
         yield Fault(f"{ROLLOUT}.name", f"{AGENT_LOOP} supports only vLLM's sampling", "vllm")
     if stop is not None and not (OmegaConf.is_list(stop) and stop and all(isinstance(x, str) and x for x in stop)):
-        problem = f"the agent loop {AGENT_LOOP} ends a response at a string"
-        yield Fault(f"{custom}.stop", problem, 'a list of strings such as ["</answer>"]')
+        yield Fault.worded("agent-loop/stop", f"{custom}.stop")
 
 
 @rule("sampling-masks")
@@ -132,22 +125,17 @@ def sampling_masks(config: DictConfig, environment: Environment) -> Iterator[Fau
     actor, rollout, model = engines(config)[0], config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     most, least = engine_kwargs(config).get("max_logprobs", 20), 2 * rollout.top_k + 16
     if not actor.our_fsdp:
-        problem = "only this package's FSDP engine renormalises over them"
-        yield Fault(MASKS, problem, "False", "Choose a precision preset.")
+        yield Fault.worded("sampling-masks/engine", MASKS)
     if rollout.top_k < 1:
-        problem = "without top_k the mask of a token could contain the whole vocabulary"
-        yield Fault(f"{ROLLOUT}.top_k", problem, "1 or more", f"Set {ROLLOUT}.top_k=256, for example.")
+        yield Fault.worded("sampling-masks/top_k", f"{ROLLOUT}.top_k")
     elif 0 <= most < least:
-        setting = f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs"
-        yield Fault(setting, "vLLM refuses to return so many tokens", f"-1, or {least} or more", f"Set ++{setting}=-1.")
+        yield Fault.worded("sampling-masks/max_logprobs", f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs", least=least)
     if rollout.get("repetition_penalty", 1.0) != 1:
-        problem = "a penalty changes the log-probs of the tokens that are kept"
-        yield Fault(f"{ROLLOUT}.repetition_penalty", problem, "1.0")
+        yield Fault.worded("sampling-masks/penalty", f"{ROLLOUT}.repetition_penalty")
     if not rollout.calculate_log_probs:
         yield Fault(f"{ROLLOUT}.calculate_log_probs", "the masks come with the log-probs", "True")
     if OmegaConf.select(config, "trainer.v1.trainer_mode") not in ("sync", "vp_sync"):
-        problem = "verl joins the parts of an interrupted response and drops their masks"
-        yield Fault("trainer.v1.trainer_mode", problem, "sync or vp_sync")
+        yield Fault.worded("sampling-masks/trainer", "trainer.v1.trainer_mode")
     if actor.our_fsdp and not actor.node.get("fp32_log_probs", True):
         yield Fault(f"{actor.setting}.fp32_log_probs", "verl's own log-probs do not use masks", "True")
     if model.get("use_fused_kernels"):
@@ -162,9 +150,7 @@ def adapter_not_loadable(config: DictConfig, environment: Environment) -> Iterat
     if config.actor_rollout_ref.rollout.name != "vllm" or not uses_adapter(config):
         return
     if (vllm := environment.vllm) is not None and not loads_adapters(vllm):
-        problem = f"verl 0.9.1 cannot load an adapter into vLLM {vllm}, which has no get_unstacked_mapper any more"
-        remedy = f"Install an older vLLM, or set {MERGE}=True."
-        yield Fault(MERGE, problem, "vLLM < 0.29, or True", remedy, value=False)
+        yield Fault.worded("adapter-not-loadable", MERGE, value=False, vllm=vllm)
 
 
 @rule("adapter-not-delivered")
@@ -172,9 +158,7 @@ def adapter_not_delivered(config: DictConfig, environment: Environment) -> Itera
     """Only verl's checkpoint engine `naive` sends adapters; the others send the base weights at each sync."""
     trains_adapters = engines(config)[0].strategy in (*FSDP, "megatron")  # other engines train the whole model
     if uses_adapter(config) and trains_adapters and (backend := sync_backend(config)) != "naive":
-        problem = f"verl 0.9.1 sends the base weights alone over {backend}: the rollout gets no LoRA adapter"
-        remedy = f"Set {MERGE}=True, or let trainer and rollout share GPUs (trainer_mode=vp_sync)."
-        yield Fault(BACKEND, f"{problem} (verl#7495)", "naive, or merged weights", remedy)
+        yield Fault.worded("adapter-not-delivered", BACKEND, backend=backend)
 
 
 def importance_ratios(config: DictConfig) -> str | None:

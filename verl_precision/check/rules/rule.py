@@ -6,13 +6,16 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.errors import VerlPrecisionError, describe, sentence
+from verl_precision.base.errors import VerlPrecisionError, describe, filled, sentence
+from verl_precision.base.files import table_of
 from verl_precision.losses.invariance import Trial
 
 Severity = Literal["error", "warning", "unchecked"]
 """With a preset an error ends the run before Ray starts; a warning is only shown. Unchecked: a rule lacked a fact;
 `problem` names the fact, and `remedy` how to get it."""
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "unchecked")  # in the order in which they are shown
+# Problem, allowed values and remedy of faults, by the name of the rule, and of the case if a rule has several.
+WORDS: dict[str, dict[str, str]] = table_of(__file__, "words.yaml")
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,13 @@ class Fault:
     value: object = None  # its value; left out: the one in the config
     severity: Severity | Literal[""] = ""  # left out: the rule's
     name: str = ""  # stable name, for machines and for searching docs/failure_modes.md; left out: the rule's
+
+    @classmethod
+    def worded(
+        cls, key: str, setting: str, /, *, value: object = None, severity: Severity | Literal[""] = "", **names: object
+    ) -> "Fault":
+        """Return a fault with the words at a key of `WORDS`, whose braces the setting and `names` fill."""
+        return cls(setting, **filled(WORDS[key], setting=setting, **names), value=value, severity=severity)
 
     @property
     def rank(self) -> int:

