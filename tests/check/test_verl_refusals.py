@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from cases import cases
 from composer import compose_verl
 from verl import DataProto
 from verl.trainer.config import AlgoConfig
@@ -18,37 +19,13 @@ MODEL = "actor_rollout_ref"
 BATCHES = (f"{MODEL}.actor.ppo_micro_batch_size_per_gpu=8", f"{MODEL}.ref.log_prob_micro_batch_size_per_gpu=8")
 ROLLOUT = (f"{MODEL}.rollout.name=vllm", f"{MODEL}.rollout.log_prob_micro_batch_size_per_gpu=8")
 PLAIN = ("algorithm.adv_estimator=grpo", *ROLLOUT, *BATCHES)
-ONE = "distillation.teacher_models.teacher_model"
-TAUGHT = f"distillation.enabled=True distillation.nnodes=1 {ONE}.model_path=owner/teacher"
-JUDGE = "reward.reward_model.rollout"
-LOSS = "distillation.distillation_loss"
-JUDGED = "reward.reward_model.enable=True reward.reward_model.model_path=owner/judge"
 
 
 def composed(words: str):
     return compose_verl(*PLAIN, *words.split(), return_hydra_config=True)
 
 
-@pytest.mark.parametrize(("words", "setting"), [
-    ("distillation.enabled=True", f"{ONE}.model_path"),
-    (f"{TAUGHT} distillation.n_gpus_per_node=3", "distillation.n_gpus_per_node"),
-    (f"{TAUGHT} {ONE}.inference.max_model_len=512", f"{ONE}.inference.max_model_len"),
-    (f"{TAUGHT} distillation.distillation_loss.loss_mode=k1", "distillation.distillation_loss.loss_mode"),
-    (f"{TAUGHT} {LOSS}.policy_loss_mode=gspo", f"{LOSS}.policy_loss_mode"),
-    (JUDGED, "reward.reward_model.rollout.name"),
-    (f"{JUDGED} {JUDGE}.name=vllm +{JUDGE}.mode=sync", f"{JUDGE}.mode"),
-    ("actor_rollout_ref.actor.profiler.tool_config.npu.level=high", "actor.profiler.tool_config.npu.level"),
-    ("actor_rollout_ref.model.lora_rank=513", "actor_rollout_ref.model.lora_rank"),
-    # the key is right in another block, which is not blamed
-    ("+actor_rollout_ref.actor.policy_loss.tau_pos=1.0", "actor.policy_loss.tau_pos"),
-    (TAUGHT, None),
-    (f"{JUDGED} reward.reward_model.rollout.name=vllm", None),
-    ("actor_rollout_ref.actor.use_kl_loss=True", None),
-    ("actor_rollout_ref.model.lora_rank=512", None),
-    ("actor_rollout_ref.model.lora_rank=513 actor_rollout_ref.model.lora.merge=True", None),
-    ("distillation.distillation_loss.loss_mode=k1", None),  # not enabled, and not built
-    ("trainer.v1.trainer_mode=vp_separate_async", None),
-])  # fmt: skip
+@pytest.mark.parametrize(("words", "setting"), cases(__file__, "blocks"))
 def test_verl_refuses_a_block_that_is_enabled_and_what_it_accepts_or_does_not_build_is_left_alone(words, setting):
     found = refusals(composed(words))
     assert [error.setting.endswith(setting) for error in found] == [True] * (setting is not None)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from cases import cases
 from composer import compose_recipe
 
 from verl_precision.check.preflight import PreflightCallback
@@ -14,7 +15,6 @@ from verl_precision.presets import preset_names
 from verl_precision.tools.checking.recipe_config import check_recipe, dtype_table
 
 RECIPE = "recipes/quickstart/quickstart.yaml"
-TOKENS = "actor_rollout_ref.rollout.max_num_batched_tokens"
 PRECISIONS = preset_names("precision")
 pytestmark = pytest.mark.usefixtures("at_root")
 
@@ -66,43 +66,13 @@ def test_terminal_shows_table_finding_and_remedy(typed, monkeypatch):
     assert "Set actor_rollout_ref.rollout.top_p=1.0" in text and "0 error(s)" in text
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    ("--cluster nowhere.invalid:1234", "--cluster nowhere.invalid:1234: "),  # no emoji
-    ("nowhere.yaml", "nowhere.yaml: there is no such recipe"),
-    ("recipes/quickstart", f"Give {RECIPE}."),
-    (f"{RECIPE} +precision=fp16", "Write precision=fp16, without the +."),
-    (f"{RECIPE} precision=fp61", "Available options in 'precision': bf16"),
-    (f"{RECIPE} precision=fp16 precision=bf16", "write PRECISION=bf16 before its name"),
-    (f"{RECIPE} precision=16", "does not compose. Config group override must be a string"),
-    (f"{RECIPE} actor_rollout_ref.rolout.dtype=half", "Did you mean actor_rollout_ref.rollout.dtype?"),
-    (f"{RECIPE} {TOKENS}=banana", f"{TOKENS}='banana': verl expects a number or a switch"),
-    (f"{RECIPE} actor_rollout_ref.rollout.n=1.5", "rollout.n=1.5: verl expects a whole number"),
-    (f"{RECIPE} actor_rollout_ref.actor.policy_loss=3", "actor.policy_loss=3: verl expects a block of settings"),
-    (f"{RECIPE} trainer.default_local_dir=null", "Set trainer.default_local_dir."),
-    (f"{RECIPE} --precision=fp16", "Write precision=fp16."),
-    (f"{RECIPE} precision = fp16", "`precision` is not an override"),
-    (f"{RECIPE} data.train_files={{a", "Hydra cannot read `data.train_files={a`"),
-    (f"{RECIPE} --gpu B2000", "--gpu B2000: this GPU is not in the table"),
-    (f"{RECIPE} actor_rollout_ref.model.path=/no/model", "ERROR model-missing: actor_rollout_ref.model.path='/no"),
-    (f"{RECIPE} actor_rollout_ref.actor.clip_ratio=0,2", "Ambiguous value for argument"),
-    (f"{RECIPE} algorithm.adv_estimator=grop", "Allowed: gae, grpo, "),
-    (f"{RECIPE} +actor_rollout_ref.actor.optim.lrr=1", "Did you mean actor_rollout_ref.actor.optim.lr?"),
-    ("precision=fp16", "To append to your default list use +precision=fp16"),
-    ("-- bash run.sh precision=fp16", "write `verl-precision check --` before the command that starts verl"),
-])  # fmt: skip
+@pytest.mark.parametrize(("arguments", "words"), cases(__file__, "mistakes"))
 def test_a_mistake_is_answered_with_the_word_to_write(typed, arguments, words):
     code, text = typed("check", *arguments.split())
     assert code == 1 and words in text and "earch path" not in text and "Lexer" not in text
 
 
-@pytest.mark.parametrize(("content", "words"), [
-    ("a:\n  - [1\nb: 2\n", "mine.yaml: cannot be read."),
-    ("a: 1\n", "it has no actor_rollout_ref, algorithm, critic, data, trainer. Begin it with `defaults: [ppo_trainer"),
-    ("[1, 2]\n", "is not a recipe: its YAML has no keys"),
-    ("defaults: [ppo_trainer, _self_]\ntrainer: {a: '${b'}\n", "no viable alternative at input '${b'"),
-    ("defaults: [ppo_trainer, _self_]\ntrainer:\nlr: 1\n", "Correct the indent of the lines below trainer."),
-    ("defaults: [ppo_trainer, _self_]\n", "actor_rollout_ref.rollout.name='???': verl has no default here"),
-])  # fmt: skip
+@pytest.mark.parametrize(("content", "words"), cases(__file__, "own YAML"))
 def test_a_users_own_yaml_is_never_a_traceback(typed, content, words, tmp_path):
     (tmp_path / "mine.yaml").write_text(content)
     code, text = typed("check", tmp_path / "mine.yaml", "--json")

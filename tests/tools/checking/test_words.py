@@ -4,6 +4,7 @@ import functools
 import re
 
 import pytest
+from cases import cases
 from composer import compose_verl
 from omegaconf import OmegaConf
 
@@ -46,20 +47,7 @@ def test_a_key_without_a_name_of_today_is_gone_and_the_words_name_what_there_is(
     assert set(named) <= set(every)
 
 
-@pytest.mark.parametrize(("key", "engine", "said"), [
-    ("algorithm.rollout_is_threshold", "dp", "Write algorithm.rollout_correction.rollout_is_threshold=1."),
-    ("actor_rollout_ref.actor.tis_imp_ratio_cap", "dp", "Set algorithm.rollout_correction.rollout_is=token and"),
-    ("reward_model.overlong_buffer.enable", "dp", "Write +reward.reward_kwargs.overlong_buffer_cfg.enable=1."),
-    ("critic.model.fsdp_config.grad_offload", "dp", "Drop it."),
-    ("actor_rollout_ref.actor.megatron.grad_offload", "megatron", "Drop it."),
-    ("actor_rollout_ref.actor.megatron.param_offload", "dp", "actor_rollout_ref.actor.fsdp_config.param_offload"),
-    ("actor_rollout_ref.actor.fsdp_config.param_offload", "megatron", "actor_rollout_ref.actor.megatron.param_offload"),
-    ("actor_rollout_ref.actor.optim.warmup_style", "megatron", "Write actor_rollout_ref.actor.optim.lr_decay_style"),
-    ("actor_rollout_ref.rollout.engine_kwargs.vllm.a", "dp", "Write +actor_rollout_ref.rollout.engine_kwargs.vllm"),
-    ("rollout.nnodes", "dp", "trainer.v1.trainer_mode=separate_async"),
-    ("data.train_data_num", "dp", "Write data.train_max_samples=1."),
-    ("data.something_else", "dp", "Check the spelling, or drop it."),
-])  # fmt: skip
+@pytest.mark.parametrize(("key", "engine", "said"), cases(__file__, "keys"))
 def test_a_key_is_answered_with_todays_word_of_the_commands_engine(key, engine, said):
     error = unknown(key, "1", known(engine))
     assert said in error.remedy and error.setting == key
@@ -81,29 +69,14 @@ def test_every_unknown_key_is_named_at_once(findings):
     assert {each["name"] for each in found} == {"unknown-key"}
 
 
-@pytest.mark.parametrize(("word", "said"), [
-    ("+precison=fp16", "Did you mean +precision=fp16?"),
-    ("+actor_rollout_ref.actor.policy_loss.tau_pos=1.0", "actor_rollout_ref.actor.tau_pos"),
-    ("+actor_rollout_ref.rollout.n_agent=5", "Write actor_rollout_ref.rollout.n=5."),
-    ("+reward_model.overlong_buffer.len=9", "overlong_buffer_cfg.len=9."),
-    ("++algorithm.rollout_is_level=token", "Set algorithm.rollout_correction.rollout_is"),
-])  # fmt: skip
+@pytest.mark.parametrize(("word", "said"), cases(__file__, "added for nobody"))
 def test_what_a_plus_adds_for_nobody_is_named_once(findings, word, said):
     code, found = findings(*ON_GPUS, word)
     (fault,) = [each for each in found if each["name"] in ("unknown-key", "verl-refuses", "setting-ignored")]
     assert (code, fault["name"], fault["severity"]) == (1, "unknown-key", "error") and said in fault["remedy"]
 
 
-@pytest.mark.parametrize("word", [
-    "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=auto",
-    "+actor_rollout_ref.model.override_config.rope_theta=1e6",
-    "+ray_kwargs.ray_init.num_gpus=8",
-    "+reward.reward_kwargs.my_key=1",
-    "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16",
-    "+data.apply_chat_template_kwargs.enable_thinking=False",
-    "+precision=bf16",
-    "++trainer.save_freq=5",
-])  # fmt: skip
+@pytest.mark.parametrize("word", cases(__file__, "added for somebody"))
 def test_what_a_plus_adds_for_somebody_is_none(findings, word):
     assert not [each for each in findings(*ON_GPUS, word)[1] if each["name"] in ("unknown-key", "verl-refuses")]
 

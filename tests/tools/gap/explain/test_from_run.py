@@ -6,19 +6,18 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from cases import cases
 from omegaconf import OmegaConf
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.options import as_options
-from verl_precision.engine.arithmetic_choice import ARITHMETIC_SETTING
 from verl_precision.tools.checking.composing import compose_recipe
 from verl_precision.tools.gap.explain import session
 from verl_precision.tools.gap.explain.from_run import explained_by
 from verl_precision.tools.jobs.settings import Explanation
 
 RECIPE = Path(__file__).parents[4] / "recipes" / "quickstart" / "quickstart.yaml"
-ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
-ROLLOUT, FSDP = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.fsdp_config"
+ROLLOUT = "actor_rollout_ref.rollout"
 
 
 @pytest.fixture(scope="module")
@@ -30,25 +29,7 @@ def changed(config, *dotlist):
     return OmegaConf.merge(OmegaConf.create(OmegaConf.to_container(config)), OmegaConf.from_dotlist(list(dotlist)))
 
 
-@pytest.mark.parametrize(("change", "name", "value"), [
-    ("", "train_dtype", "bf16"),
-    (f"{ROLLOUT}.dtype=half", "rollout_dtype", "fp16"),
-    ("", "prompts", "recipes/quickstart/prompts.jsonl"),
-    (f"trainer.device=cuda {ROLLOUT}.enforce_eager=false", "cuda_graphs", True),
-    (f"trainer.device=cuda {ROLLOUT}.enforce_eager=true", "cuda_graphs", False),
-    (f"trainer.device=cuda {ATTENTION}=flash_attention_2", "attention", "flash_attention_2"),
-    (f"{ROLLOUT}.top_k=-1", "top_k", 0),
-    (f"{ROLLOUT}.top_p=0.9", "top_p", 0.9),
-    (f"{ROLLOUT}.logprobs_mode=raw_logprobs", "raw_log_probs", True),
-    (f"{ROLLOUT}.enable_prefix_caching=false", "prefix_caching", False),
-    ("data.max_response_length=20000", "max_response_tokens", 512),
-    ("data.train_files=[a.parquet,b.parquet]", "prompts", "a.parquet"),
-    (f"{FSDP}.fp32_log_probs=false", "fp32_log_probs", False),
-    (f"{FSDP}.fp32_output_head=true", "fp32_output_head", True),
-    (f"{ARITHMETIC_SETTING}=exact", "arithmetic", "exact"),
-    (f"{ARITHMETIC_SETTING}=exact trainer.device=cuda", "arithmetic", "native"),
-    (f"{FSDP}._target_=verl.workers.config.FSDPEngineConfig", "fp32_log_probs", False),
-])  # fmt: skip
+@pytest.mark.parametrize(("change", "name", "value"), cases(__file__, "settings"))
 def test_settings_follow_the_config(quickstart, change, name, value):
     assert explained_by(changed(quickstart, *change.split()))[name] == value
 
@@ -113,13 +94,7 @@ def test_a_run_without_config(root, typed):
     assert "This run has no config." in said and "verl-precision explain --recipe RECIPE.yaml" in said
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (("--run", "nowhere"), "no such file or folder"),
-    (("--run", "tests/data/quickstart"), "there are several runs in it. Allowed: one run. Name one of bf16, fp16"),
-    (("--run", "tests/data/quickstart/fp16", "--top-p", "1"), "Leave out --top-p"),
-    (("--run", "tests/data/quickstart/fp16", "--recipe", "recipes/quickstart/quickstart.yaml"), "Leave one out"),
-    (("precision=bf16",), "Leave one out"),
-])  # fmt: skip
+@pytest.mark.parametrize(("arguments", "words"), cases(__file__, "refused"))
 def test_what_cannot_be_asked(arguments, words, at_root, typed):
     code, said = typed("explain", *arguments)
     assert code != 0 and words in said.replace("│ ", "").replace(" │", "")
