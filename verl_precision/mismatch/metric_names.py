@@ -29,6 +29,7 @@ REJECTED_TOKENS = "rollout_corr/rollout_rs_masked_fraction"  # verl's own; the o
 SAMPLE_SIZES = {WEIGHT_ESS: "responses", KEPT_RESPONSES: "responses", TOKEN_WEIGHT_ESS: "tokens", KEPT_TOKENS: "tokens"}
 SELF_GAP = "mismatch/self_gap_abs_mean"
 SELF_GAP_RATIO = "mismatch/self_gap_ratio"
+NOISE_SHARE = "distillation/noise_share"
 SILENT = ZERO_ADVANTAGE, ZERO_GRADIENT = "signal/zero_advantage_responses", "zero_gradient_fraction"
 LOSS_SCALE = "precision/loss_scale"
 SKIPPED_STEPS = "precision/skipped_steps"

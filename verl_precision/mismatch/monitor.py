@@ -21,6 +21,7 @@ from verl_precision.mismatch.verdict import Judge, Verdict
 MISMATCH = "verl_precision/mismatch_statistics"
 TURNS = "verl_precision/turn_statistics"
 PHANTOM = "verl_precision/phantom_statistics"
+DISTILLATION = "verl_precision/distillation_statistics"
 
 
 class StepReport(NamedTuple):

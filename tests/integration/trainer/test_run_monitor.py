@@ -19,6 +19,7 @@ from verl_precision.integration.engine.measurement import FAILED, MISMATCH, PHAN
 from verl_precision.integration.trainer.run_monitor import ALARM_FILE, STEP_METRICS, RunMonitor, fetch
 from verl_precision.losses.settings import ClipRange
 from verl_precision.mismatch.groups import MismatchByVersion
+from verl_precision.mismatch.monitor import DISTILLATION
 from verl_precision.mismatch.packing import flattened
 from verl_precision.mismatch.phantom import PhantomStatistics
 
@@ -51,7 +52,7 @@ def asked_of(monitor: RunMonitor) -> MeasureOrder | None:
 
 WIDE = {"actor_rollout_ref": {"actor": {"clip_ratio_low": 10.0}}}  # "never clip below"; no ratio is below 0
 ONLY_VERLS = ClipRange(False, -math.inf, math.log1p(0.28), math.log(3))
-COMMON = {"longest_response": 4, "keep": 0}
+COMMON = {"longest_response": 4, "keep": 0, "distillation": False}
 ASKED_FOR = ("mismatch", "rollout_as_shadow", "bypass", "clip", "beta_in_ratio")
 
 
@@ -191,6 +192,30 @@ def test_a_micro_batch_is_measured_against_the_rollout():
     assert phantom["phantom/clipped_fraction"] == phantom["phantom/phantom_clipped_fraction"] == 0
     in_bypass_mode, _ = found_by(ASKED, None, micro_batch(rollout_log_probs=None))
     assert in_bypass_mode["mismatch/log_prob_gap_abs_mean"] == 0, "the old log-probs are the rollout's"
+
+
+TEACHES = {"distillation": {"enabled": True}}
+
+
+def test_where_a_teacher_is_the_worker_measures_its_signal_beside_the_drivers_gap():
+    asked = asked_of(monitor(TEACHES))
+    assert asked == MeasureOrder(**dict(zip(ASKED_FOR, (False, False, False, None, True), strict=True)), **COMMON) | {
+        "distillation": True
+    }
+    teacher = [[[-1.0], [-2.5], [0.0]], [[0.0], [-3.0], [0.0]]]  # of each token and its next one, as verl has it
+    found = measurement.measure(asked, {"log_probs": TRAINER}, micro_batch(teacher_logprobs=teacher))
+    metrics = found[DISTILLATION].aggregate().metrics()
+    assert found[FAILED].aggregate() == 0 and metrics["distillation/teacher_gap_square_mean"] == pytest.approx(0.25 / 3)
+    assert metrics["distillation/floor_square_mean"] == pytest.approx((0.01 + 0.04 + 0.09) / 3)
+
+
+@pytest.mark.parametrize("log_probs", [{}, {"log_probs": TRAINER}])
+def test_of_a_truncated_kl_the_worker_counts_what_verl_clamps(log_probs):
+    """verl computes no log-probs where the KL of the teacher's top k is all of the loss."""
+    losses = nested([[0.1, -0.1, 9.0], [9.0, 0.3, 9.0]])
+    found = measurement.measure(asked_of(monitor(TEACHES)), {"distillation_losses": losses, **log_probs}, micro_batch())
+    metrics = found[DISTILLATION].aggregate().metrics()
+    assert found[FAILED].aggregate() == 0 and metrics["distillation/clamped_fraction"] == pytest.approx(1 / 3)
 
 
 def test_the_worker_learns_which_responses_are_behind(monkeypatch):

@@ -22,8 +22,9 @@ from verl_precision.integration.ledger import wrapping
 from verl_precision.integration.trainer.merged_metrics import MergedMetric
 from verl_precision.losses.settings import ClipRange
 from verl_precision.mismatch.candidates import Candidates
+from verl_precision.mismatch.distillation import DistillationStatistics
 from verl_precision.mismatch.groups import MismatchByTurn, MismatchByVersion, beta_of_current_version
-from verl_precision.mismatch.monitor import MISMATCH, PHANTOM, TURNS
+from verl_precision.mismatch.monitor import DISTILLATION, MISMATCH, PHANTOM, TURNS
 from verl_precision.mismatch.packing import flattened
 from verl_precision.mismatch.phantom import PhantomStatistics
 
@@ -48,6 +49,7 @@ class MeasureOrder(TypedDict):
     beta_in_ratio: bool  # whether the loss gets the training forward's log-probs, not the shadow's
     longest_response: int  # tokens; a response of this length was cut
     keep: int  # number of responses whose tokens are kept
+    distillation: bool  # whether the batch has a teacher's log-probs
 
 
 @dataclass
@@ -91,8 +93,8 @@ def with_metrics(loss_function: Callable, measured: Callable[[Any, Any], Mapping
     """Return verl's loss function with further metrics, measured from model output and micro-batch before the loss."""
 
     def loss_and_metrics(*args: Any, **kwargs: Any) -> Any:
-        # Without log-probs: top-k distillation calls this for its part of the logits, and a critic has values.
-        if "log_probs" not in kwargs.get("model_output", ()):
+        # Without both: top-k distillation calls this for its part of the logits, and a critic has values.
+        if not {"log_probs", "distillation_losses"} & {*kwargs.get("model_output", ())}:
             return loss_function(*args, **kwargs)
         further = measured(kwargs["model_output"], kwargs["data"])
         loss, metrics = loss_function(*args, **kwargs)
@@ -111,6 +113,8 @@ def measure(request: MeasureOrder, output: Mapping[str, Tensor], data: Any) -> d
         found[TURNS] = MismatchByTurn()
     if request["keep"]:
         found[CANDIDATES] = Candidates(request["keep"])
+    if request["distillation"]:
+        found[DISTILLATION] = DistillationStatistics()
     try:
         found |= _measure(request, output, data)
     except Exception:  # a failed measurement must not end a user's run
@@ -121,6 +125,12 @@ def measure(request: MeasureOrder, output: Mapping[str, Tensor], data: Any) -> d
 
 
 def _measure(request: MeasureOrder, output: Mapping[str, Tensor], data: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if "distillation_losses" in output:
+        losses = no_padding_2_padding(output["distillation_losses"].detach(), data)
+        found[DISTILLATION] = DistillationStatistics.of_truncated(losses, data["response_mask"].to_padded_tensor(0))
+        if "log_probs" not in output:
+            return found
     fields = ["response_mask", "advantages"]
     if "rollout_log_probs" in data:
         fields.append("rollout_log_probs")
@@ -139,7 +149,9 @@ def _measure(request: MeasureOrder, output: Mapping[str, Tensor], data: Any) -> 
     log_probs = trainer, *(() if shadow is None else (shadow,)), rollout
     flat = flattened(*log_probs, mask=mask, advantages=advantages, ended=ended)
     batch = flat._replace(log_probs=(flat.log_probs[0], flat.log_probs[-1]))
-    found: dict[str, Any] = {}
+    if request["distillation"] and not found:
+        teacher = no_padding_2_padding(data["teacher_logprobs"], data).flatten()
+        found[DISTILLATION] = DistillationStatistics.of_batch(batch._replace(log_probs=(teacher, *batch.log_probs)))
     if request["mismatch"]:
         found[MISMATCH] = MismatchByVersion.of_batch(batch, behind)
         found[TURNS] = MismatchByTurn.of_batch(batch, found[MISMATCH].whole, lengths_B)

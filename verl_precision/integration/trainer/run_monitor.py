@@ -33,7 +33,7 @@ from verl_precision.mismatch import metric_names as names
 from verl_precision.mismatch.alarm import Alarm, act_on, remedies_in_use
 from verl_precision.mismatch.candidates import Candidates, lot_of
 from verl_precision.mismatch.groups import beta_of_current_version
-from verl_precision.mismatch.monitor import MISMATCH, PHANTOM, TURNS, MismatchMonitor
+from verl_precision.mismatch.monitor import DISTILLATION, MISMATCH, PHANTOM, TURNS, MismatchMonitor
 from verl_precision.mismatch.packing import flattened
 from verl_precision.mismatch.prediction import prediction_in_words, weighting_of
 from verl_precision.mismatch.settings import MismatchSettings
@@ -66,6 +66,7 @@ class RunMonitor:
             beta_in_ratio=beta_in_ratio,
             longest_response=int(config.actor_rollout_ref.rollout.response_length),
             keep=settings.keep_tokens,
+            distillation=bool(OmegaConf.select(config, "distillation.enabled")),
         )
         self.mismatch = MismatchMonitor(settings.alarm, in_use=_in_use(config, ratio, correction), gather=False)
         self.alarm = self.mismatch.alarm
@@ -151,7 +152,7 @@ class RunMonitor:
 
     def ask_the_worker(self, batch: Any, step: int, updates: int) -> None:
         """Request a measurement of the next update if needed; after other `updates` no response is current."""
-        if not (self.in_worker or self.shadowed):
+        if not (self.in_worker or self.shadowed or self.request["distillation"]):
             return
         batch.extra_info[measurement.REQUEST] = self.request
         behind = _versions_behind(batch.tags, step + bool(updates))
@@ -166,7 +167,7 @@ class RunMonitor:
 
     def take_from_the_worker(self, metrics: MutableMapping[str, Any]) -> None:
         """Take an update's statistics (`merged_metrics.statistics_kept`), and give our metrics their own names."""
-        for key in (MISMATCH, PHANTOM, TURNS):
+        for key in (MISMATCH, PHANTOM, TURNS, DISTILLATION):
             if names.ACTOR + key in metrics:
                 self.add(key, metrics.pop(names.ACTOR + key))
         if names.ACTOR + CANDIDATES in metrics:
