@@ -27,7 +27,9 @@ from verl_precision.base.verl_config import leaves
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.yaml") if path.parent.name != "launch")
 # Their task is a tiny model's: nothing of it belongs on a GPU.
-CPU_ONLY = ("quickstart", "sanity_arithmetic", "phantom_clipping", "collapse", "reasoning_length", "tied_head")
+CPU_ONLY = tuple(
+    "quickstart sanity_arithmetic phantom_clipping collapse reasoning_length tied_head distillation".split()
+)
 # A task of this project with a pre-trained model, on a CPU and on a GPU.
 PRE_TRAINED = ("smollm2", "long_text")
 PAPER = [path for path in RECIPES if path.stem not in (*CPU_ONLY, *PRE_TRAINED)]

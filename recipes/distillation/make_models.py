@@ -22,7 +22,7 @@ def main() -> None:
     """Write the student into the folder that the command line names; keep an existing one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="The student is written into it.")
-    parser.add_argument("--noise", type=float, default=0.02, help="In standard deviations of a matrix. Default: 0.02.")
+    parser.add_argument("--noise", type=float, default=0.1, help="In standard deviations of a matrix. Default: 0.1.")
     parser.add_argument("--seed", type=int, default=0, help="Of the noise. Default: 0.")
     arguments = parser.parse_args()
     if not arguments.folder.exists():

@@ -1,7 +1,10 @@
 """The worker extension on real vLLM models, fed by verl's real sender: what takes passes, what does not is named."""
 
+import importlib.util
+import subprocess
 from collections import Counter
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,6 +122,26 @@ def test_upstreams_defects_without_our_repair_are_named(monkeypatch, architectur
     with pytest.raises(WeightSyncError, match=message):
         pair.sync()
     assert max(pair.head_gap(), pair.experts_gap()) > 0.5, "the rollout really computes with other weights"
+
+
+@pytest.mark.skipif(BEFORE_0_28, reason=LACKS)
+def test_the_patch_for_vllm_packs_the_tied_head_again(monkeypatch, tmp_path, root):
+    """Without our repair the patched reload does what the repair does; the case above shows it without the patch."""
+    source = Path(layerwise.__file__)
+    copied = tmp_path / source.relative_to(source.parents[4])
+    copied.parent.mkdir(parents=True)
+    copied.write_text(source.read_text())
+    (patch,) = (root / "patches" / "vllm-0.28.0").glob("*.patch")
+    subprocess.run(["git", "apply", patch], cwd=tmp_path, check=True)
+    specification = importlib.util.spec_from_file_location(layerwise.__name__, copied)
+    patched = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(patched)
+    patched.LAYERWISE_INFO = layerwise.LAYERWISE_INFO  # the state of the reload that is under way
+    monkeypatch.setattr(reload, "finalize_layerwise_reload", patched.finalize_layerwise_reload)
+    monkeypatch.setattr("verl_precision.integration.cpu.vllm_on_cpu.shared_parameter_layers", lambda model: ())
+    pair = WorkerPair("qwen3_tied")
+    pair.sync()
+    assert pair.head_gap() < 1e-5, "the rounding of a packed kernel"
 
 
 def test_verl_alone_cannot_load_again_on_cpu():
