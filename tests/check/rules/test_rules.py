@@ -68,6 +68,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
 OWN_CODE = {"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "mine.Model"}}
 LORA = "+precision=fp16 trainer.save_freq=-1 model.lora_rank=8"
 CPU = "trainer.device=cpu"
+FP16_ROLLOUT = "+precision=bf16_train_fp16_rollout"
 OF_TEACHER = "distillation.teacher_models.teacher_model.inference"
 DROPS = Environment(adapter={"lora_dropout": 0.1})
 NO_TEACHER = "DISTILLED distillation.teacher_models.teacher_model.model_path=/no/such"
@@ -83,7 +84,7 @@ ENVIRONMENTS = [
     *(("vllm-refuses-fp16", Environment(model={"model_type": x}), "+precision=fp16", True) for x in VLLM_REFUSES_FP16),
     ("vllm-refuses-fp16", Environment(served=TEACHER), "+precision=fp16 DISTILLED", True),
     ("vllm-refuses-fp16", Environment(served=TEACHER), "+precision=bf16 DISTILLED", False),
-    ("vllm-refuses-fp16", Environment(served=TEACHER), f"+precision=fp16 DISTILLED {OF_TEACHER}.dtype=bfloat16", False),
+    ("vllm-refuses-fp16", Environment(served=TEACHER), f"{FP16_ROLLOUT} DISTILLED {OF_TEACHER}.dtype=bfloat16", False),
     ("model-missing", here(missing_models=frozenset(TEACHER)), NO_TEACHER, True),
     ("model-missing", here(missing_models=frozenset(TEACHER)), "DISTILLED", False),
     ("dropout-in-update", Environment(model={"model_type": "gpt2", "resid_pdrop": 0.1}), "", True),
