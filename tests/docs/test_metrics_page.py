@@ -8,6 +8,7 @@ import torch
 from verl_precision.engine.router_replay import Choice, routing_agreement
 from verl_precision.integration.trainer.batch_checks import SelfGap
 from verl_precision.losses.settings import ClipRange
+from verl_precision.mismatch.distillation import DistillationStatistics
 from verl_precision.mismatch.groups import MismatchByTurn, MismatchByVersion
 from verl_precision.mismatch.metric_names import FAILED_MEASUREMENTS
 from verl_precision.mismatch.packing import flattened
@@ -21,7 +22,7 @@ from verl_precision.weight_sync.report import SyncReport
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "metrics.md").read_text()
 TABLES = TEXT.partition("\n## All metrics\n")[2]
-ROWS = re.findall(r"^\| `(?:mismatch|phantom|signal|weight_sync|precision/bf16)[/_].*", TABLES, re.M)
+ROWS = re.findall(r"^\| `(?:mismatch|phantom|signal|distillation|weight_sync|precision/bf16)[/_].*", TABLES, re.M)
 ONE = torch.zeros(1, 1, dtype=torch.int64)  # the only expert of one token
 
 
@@ -40,6 +41,9 @@ def test_documented_are_the_emitted():
     routing = routing_agreement({3: Choice(ONE, ONE)}, ONE.expand(1, 4).unsqueeze(-1), torch.ones(1).bool())
     found |= {CROSSINGS, OFF_GRID, *routing, *SelfGap.of_tokens(*torch.zeros(3, 1), mask_N=ONE[0] + 1).metrics()}
     found |= set(Signal.of_batch("aa", torch.zeros(2), [ONE] * 2, [ONE] * 2, 1, "grpo").metrics())
+    of_teacher = flattened(shadow, trainer, rollout, mask=mask)
+    found |= set(DistillationStatistics.of_batch(of_teacher).metrics())
+    found |= set(DistillationStatistics.of_truncated(rollout, mask).metrics())
     for beta_in_ratio in (True, False):
         clip = ClipRange(False, -0.2, 0.2)
         phantom = PhantomStatistics.measure(trainer, shadow, rollout, mask, advantages, clip, beta_in_ratio)

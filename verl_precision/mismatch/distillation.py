@@ -3,7 +3,7 @@
     signal = log π_T(yₜ) - log π(yₜ)     the teacher, scored by its engine; the student, by the trainer
     floor  = log μ(yₜ) - log π(yₜ)       the student twice: by the rollout and by the trainer
 
-A teacher with the student's weights has a signal of the floor's size: E[floor²] ≈ 2·k3. docs/distillation.md.
+A teacher with the student's weights has a signal of the floor's size: E[floor²] ≈ 2·k3. docs/metrics.md.
 """
 
 from dataclasses import dataclass
