@@ -22,10 +22,11 @@ from verl_precision.tools.show.tables import markdown_table, number_text
 TEACHER, NEAR = Path("outputs/collapse/task/logits_20"), Path("outputs/distillation/near")
 K3, SQUARE, FLOOR = "mismatch/k3_kl", "distillation/teacher_gap_square_mean", "distillation/floor_square_mean"
 SAMPLED = {
-    "2 k3": K3, "mean square": SQUARE, "floor": FLOOR, "noise share": "distillation/noise_share",
+    "2 k3": K3, "signal": SQUARE, "floor": FLOOR, "noise share": "distillation/noise_share",
     "sign is noise": "distillation/sign_noise_fraction", "equal": "distillation/teacher_equal_fraction",
+    "teacher and rollout": "distillation/teacher_rollout_square_mean",
 }  # fmt: skip
-TRUNCATED = {"clamped at 0": "distillation/clamped_fraction", "|KL|": "distillation/loss_abs_mean"}
+TRUNCATED = {"clamped at 0": "distillation/clamped_fraction", "size of the KL": "distillation/loss_abs_mean"}
 QUESTIONS, TOKENS = 16, 130
 
 
@@ -68,14 +69,20 @@ def distances(students: dict[str, Path]) -> dict[str, float]:
 
 
 def draw(runs: dict[str, Run]) -> Figure:
-    """Return signal and floor by step, of the students nearby."""
+    """Return the truncated KL by step: of the students nearby, and dotted where the teacher is the student."""
     figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
+    axes, size = figure.subplots(), TRUNCATED["size of the KL"]
     for arm, run in runs.items():
-        colour = PRECISIONS[arm.split("_")[1]]
-        for metric, line, name in ((SQUARE, "-", "teacher's signal"), (FLOOR, ":", "floor")):
-            axes.plot([step[metric] for step in run.rows], line, color=colour, label=f"{arm}: {name}")
-    style(axes, "step", "mean square, nats²")
+        near, _, precision = arm.partition("_")
+        if near == "near":
+            line = [step[size] for step in run.rows]
+            axes.plot(
+                range(1, len(line) + 1), line, color=PRECISIONS[precision], label=f"{precision}: a student nearby"
+            )
+        elif arm in ("bf16_topk", "fp16_topk"):
+            label = f"{near}: the teacher is the student"
+            axes.axhline(mean_of(run, size), color=PRECISIONS[near], linestyle=":", label=label)
+    style(axes, "step", "mean size of the truncated KL, nats per token")
     axes.set_yscale("log")
     axes.legend(frameon=False, fontsize=8)
     return figure
@@ -95,7 +102,7 @@ def main() -> None:
         rows = [[name, number_text(distance)] for name, distance in distances(students).items()]
         print("", *markdown_table(["student", "KL to the teacher"], rows), sep="\n")
     if near and arguments.figure:
-        draw(near).savefig(arguments.figure, dpi=100)
+        draw(runs).savefig(arguments.figure, dpi=100)
 
 
 def weights_of(run: Run) -> Path:
