@@ -1,6 +1,7 @@
 """The block `mismatch`: typed, bounded, every key known; switched on by every preset: test_presets.py."""
 
 import pytest
+from cases import cases
 from composer import compose_verl
 
 from verl_precision.base.errors import ConfigurationError
@@ -14,18 +15,7 @@ def test_block_with_alarm():
     assert MismatchSettings.from_config({"mismatch": block}) == MismatchSettings(keep_tokens=2, alarm=alarm)
 
 
-@pytest.mark.parametrize(("block", "message"), [
-    ({"enable": False}, "mismatch.enable=False: there is no such setting. Allowed: mismatch.enabled, "),
-    ({"enabled": "yes"}, "mismatch.enabled='yes'.*Allowed: a valid boolean"),
-    ({"self_gap_every_n_steps": -1}, "mismatch.self_gap_every_n_steps=-1"),
-    ({"enabled": False, "keep_tokens": 2}, "mismatch.keep_tokens=2.*verl's own trainer does not do this"),
-    ({"enabled": False, "prometheus": True}, "mismatch.prometheus=True.*verl's own trainer does not do this"),
-    ({"enabled": False, "alarm": {"notify": {"command": "mail"}}}, "mismatch.alarm.notify=.*verl's own trainer"),
-    ({"alarm": {"notify": {"webhook_env": "MISSING"}}}, "notify.webhook_env='MISSING': this process has no such"),
-    ({"alarm": {"notify": {"mail": "me"}}}, "mismatch.alarm.notify.mail='me': there is no such setting"),
-    ({"alarm": {"on_alarms": "stop"}}, "mismatch.alarm.on_alarms='stop': there is no such setting"),
-    ({"alarm": {"on_alarm": "shout"}}, "alarm.on_alarm='shout': this cannot work. Allowed: 'log', 'stop' or 'rescue'"),
-])  # fmt: skip
+@pytest.mark.parametrize(("block", "message"), cases(__file__, "REFUSED"))
 def test_what_cannot_be_is_refused(block, message):
     with pytest.raises(ConfigurationError, match=message):
         MismatchSettings.from_config({"mismatch": block})

@@ -12,6 +12,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 import torch
+from cases import cases
 from planted import composed
 from test_planted_edits import ROWS as EDITED
 from test_tried_loss import PLANTED as TRIED
@@ -34,22 +35,7 @@ ROWS = [line.split() for line in Path(__file__).with_name("planted_faults.txt").
 # Overrides of configs without a fault.
 SOUND = [line.partition("#")[0] for line in Path(__file__).with_name("sound.txt").read_text().splitlines()]
 # Faults that come with another, because one setting breaks two things.
-COMPANIONS = {
-    "router-replay": "bypass-clips-mismatch",
-    "agent-loop": "truncated-sampling rollout-unverified",
-    "sampling-masks": "logprobs-missing setting-ignored",  # verl's agent loop reads no penalty
-    "loss-settings": "main-without-parts",
-    "main-lacks-part": "main-without-parts",
-    "normalizer-missing": "loss-settings",  # the preset's copy of bypass mode
-    "not-exact": "rollout-unverified rollout-quantised raw-logprobs rollout-contradicts-actor setting-ignored",
-    "dtype-ignored": "rollout-contradicts-actor",
-    "rollout-contradicts-actor": "dtype-ignored",
-    "attention-refuses-fp32": "differs-from-actor",
-    "megatron-fp16-overflow": "rollout-contradicts-actor",
-    "stochastic-rounding": "engine-settings",  # the engine refuses it as well
-    "raw-logprobs": "temperature-in-half",
-    "token-budget-too-small": "batch-does-not-divide",  # one of actor and rollout has dynamic batch sizes
-}
+COMPANIONS = cases(__file__, "COMPANIONS")
 
 
 def here(**found) -> Environment:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from cases import cases
 from pyarrow import parquet
 
 from verl_precision.tools.data.reasoning_gym import INSTRUCTIONS
@@ -77,20 +78,7 @@ def test_a_file_is_never_replaced(write):
     assert code == 1 and "another data set" in said and found == rows
 
 
-@pytest.mark.parametrize(("words", "code", "problem"), [
-    ("", 2, "reasoning_gym needs a task. Give --task NAME"),
-    ("--task product", 1, "--task product: reasoning_gym cannot make it at level 0 (Dataset 'product' not registered)"),
-    ("--task gcd --task gcd", 1, "--task gcd gcd: one is given twice"),
-    ("--task products --level 11", 1, "--level 11: products has no such level. Allowed: 0 to 10."),
-    ("--task acre --level 1", 1, "--level 1: acre has no such level. Allowed: 0."),
-    ("--task products --size 0", 2, "--size"),
-    ("--task countdown", 1, "task='countdown': its scorer runs the answer as Python"),
-    ("--task knight_swap", 1, "reasoning_gym cannot make it at level 0 (min_nodes must be >= 6). Choose another"),
-    ("--task rush_hour", 1, "reasoning_gym gives no answer for this task"),
-    ("--task arc_agi --size 2", 1, "rejects its own answer"),
-    ("--task game_of_life_halting --size 20", 1, "its scorer accepts ? as an answer"),
-    ("--task gcd --template dapo", 1, "--template dapo: reasoning_gym has no such option. Allowed: --output, --task,"),
-])  # fmt: skip
+@pytest.mark.parametrize(("words", "code", "problem"), cases(__file__, "REFUSED"))
 def test_refused_before_a_file_is_written(write, words, code, problem):
     found, said, rows = write("a", *words.split())
     assert found == code and problem in " ".join(said.replace("│", " ").split()) and rows is None

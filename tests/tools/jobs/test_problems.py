@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from cases import cases
 from pyarrow import Table, parquet
 
 from verl_precision.base.errors import ConfigurationError
@@ -89,15 +90,7 @@ def problem(source: str = "math", truth: str = "2") -> Problem:
     return Problem("a", 0, [{"role": "user", "content": "What is 1 + 1?"}], source, truth, {"index": 1})
 
 
-@pytest.mark.parametrize(("body", "pass_score", "correct"), [
-    ("return 1.0", 1.0, True),
-    ("return 0.99", 1.0, False),
-    ("return 0.5", 0.5, True),
-    ("return True", 1.0, True),
-    ("return {'score': 1.0}", 1.0, True),
-    ("return {'score': 1.0, 'acc': False}", 1.0, False),  # a bonus for form is no right answer
-    ("return float(extra_info['index'] == 1 and data_source == 'math' and ground_truth == '2')", 1.0, True),
-])  # fmt: skip
+@pytest.mark.parametrize(("body", "pass_score", "correct"), cases(__file__, "REWARDS"))
 def test_a_function_of_verls_signature(write_reward, body, pass_score, correct):
     assert load_reward(write_reward(body), pass_score).is_correct(problem(), "text") is correct
 

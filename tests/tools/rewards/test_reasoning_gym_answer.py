@@ -7,6 +7,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from cases import cases
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,15 +58,7 @@ def test_extracted_answers_score_as_clean_ones(entries):
     assert compared == 200 and partial > 10
 
 
-@pytest.mark.parametrize(("response", "truth", "answer"), [
-    ("3 * 4 = 12", "12", "12"), ("3 * 4 = 12.\nI am sure.", "12", "12"), ("5-3", "3", "5-3"), ("x = -3", "-3", "-3"),
-    ("it costs $1,234.50", "7", "1,234.50"), ("Answer: 12 apples", "5", "12"), ("Answer: 10/2", "2", "10/2"),
-    ("Answer: 1/0", "0", "1/0"), ("Answer: 0xff", "0", "0xff"), ("Answer: none", "5", "none"), ("", "a\nb", ""),
-    ("Answer: 4, 5, 6", "6", "4, 5, 6"), ("ANSWER: \\boxed{\\frac{1}{2}}.", "x", "\\frac{1}{2}"), ("", "12", ""),
-    ("so \\boxed{12}", "12", "12"), ("Rome?\nParis\n", "Rome", "Paris"),
-    ("Answer: Paris\nThat was easy.", "Rome", "Paris"), ("Answer:\n1 2\n3 4\n", "1 2\n3 5", "1 2\n3 4"),
-    ("<answer>1</answer> Answer: 2 <answer>3</answer>", "1", "3"),
-])  # fmt: skip
+@pytest.mark.parametrize(("response", "truth", "answer"), cases(__file__, "ANSWERS"))
 def test_answer_in_a_response(response, truth, answer):
     assert answer_in(response, truth) == answer
 

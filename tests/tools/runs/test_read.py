@@ -5,6 +5,7 @@ import math
 
 import numpy
 import pytest
+from cases import cases
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.owner import release, take
@@ -90,15 +91,7 @@ def test_runs_are_found_at_any_depth_and_what_is_no_series_is_no_run(tmp_path):
     assert [run.name for run in read_runs([tmp_path]) if run.problem] == ["broken.jsonl", "task"]
 
 
-@pytest.mark.parametrize(("name", "words"), [
-    ("nowhere", "nowhere': there is no such file or folder. Allowed: verl's metrics file .* Check the path"),
-    ("broken.jsonl", "not a metrics file"),
-    ("list.jsonl", "not a metrics file"),
-    ("empty.jsonl", "no training step"),
-    ("words.log", "no training step"),
-    ("none", "no metrics in it"),
-    ("twice", "it is given twice"),
-])  # fmt: skip
+@pytest.mark.parametrize(("name", "words"), cases(__file__, "UNREADABLE"))
 def test_what_cannot_be_read_is_refused(tmp_path, name, words):
     texts = {"broken.jsonl": '{"step":2,"da\n{"step":1,"data":{"a":1}}\n', "list.jsonl": "[]\n", "empty.jsonl": ""}
     for file, text in (texts | {"words.log": "no steps here\n"}).items():
