@@ -4,6 +4,7 @@ import re
 from typing import Literal
 
 import pytest
+from cases import cases
 from pydantic import Field
 
 from verl_precision.base.errors import ConfigurationError
@@ -28,14 +29,7 @@ def test_values_are_kept_and_frozen():
         example.max_tokens = 4
 
 
-@pytest.mark.parametrize(("values", "words"), [
-    ({"max_tokens": 0}, "--max-tokens 0: this cannot work. Allowed: greater than or equal to 1. Leave it out"),
-    ({"max_tokens": "few"}, "--max-tokens few: this cannot work. Allowed: a valid integer"),
-    ({"dtypes": ("fp16", "fp61")}, "--dtype fp61: this cannot work. Allowed: 'fp16' or 'bf16'"),
-    ({"model": 3}, "--model 3: this cannot work. Allowed: a valid string. Give one of these."),
-    ({"max_token": 1}, "--max-token 1: there is no such setting. Allowed: --model, --dtypes, --max-tokens"),
-    ({"model": "small", "max_tokens": 101}, "--max-tokens and --model: our own words"),
-])  # fmt: skip
+@pytest.mark.parametrize(("values", "words"), cases(__file__, "BLOCKS"))
 def test_refusals_name_setting_value_allowed_and_remedy(values, words):
     with pytest.raises(ConfigurationError, match=re.escape(words)):
         Example(**{"model": "m", **values})

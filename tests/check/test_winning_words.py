@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from cases import cases
 from composer import compose_recipe, compose_verl
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
@@ -229,14 +230,7 @@ def test_a_run_starts_with_what_presets_say_and_keeps_what_they_replaced(root, t
 CHOSEN = OmegaConf.create({"hydra": {"runtime": {"choices": {"estimator": "pg_seq_is", "precision": "fp16"}}}})
 
 
-@pytest.mark.parametrize(("remedy", "asks_for"), [
-    ("Set it to False, or choose estimator=pg_seq_is.", "estimator=pg_seq_is"),
-    ("Choose estimator=pg_seq_tis or pg_seq_is, which do it.", "estimator=pg_seq_is"),
-    ("Choose a precision preset; its engine reads it.", "precision=fp16"),
-    ("Choose a preset (precision=fp16) instead of setting dtype.", "precision=fp16"),
-    ("Set a.rescue_precision=fp16.", ""),
-    ("Choose precision=bf16, or choose a pair.", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(("remedy", "asks_for"), cases(__file__, "WORDS"))
 def test_what_is_chosen_is_not_asked_for(remedy, asks_for):
     instead = f"Leave out a.b, or what else replaces a part of {asks_for}." if asks_for else remedy
     assert without_chosen(Fault("a.b", remedy=remedy), CHOSEN).remedy == instead

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from cases import cases
 from locks import ROOT, merged, pairs
 from run_matrix import TESTS, counted, entry_state, finished, instruction_sets
 from versions_page import BEGIN, COLUMNS, END, PAGE, RESULTS, SHOWN, block, ok, page
@@ -61,14 +62,7 @@ PASSED |= {"contracts": {"passed": 3, "failed": 0, "skipped": 1}, "guard": {"pas
 PASSED |= {"quickstart": {"exit_code": 0, "k3_kl": [1e-8, 2e-8]}}
 
 
-@pytest.mark.parametrize("change", [
-    {},
-    {"contracts": {"passed": 3, "failed": 1, "skipped": 0}},
-    {"guard": {"passed": 0, "failed": 0, "skipped": 5}},
-    {"quickstart": {"exit_code": 1, "k3_kl": [1e-8, 1e-8]}},
-    {"quickstart": {"exit_code": 0, "k3_kl": [1e-8]}},
-    {"quickstart": {"exit_code": 0, "k3_kl": [1e-8, 1e-3]}},
-])  # fmt: skip
+@pytest.mark.parametrize("change", cases(__file__, "ROWS"))
 def test_what_failed_is_shown_as_failed_and_run_again(change):
     entry, failed = PASSED | change, bool(change)
     assert entry_state(entry) == ("FAILED" if failed else "passed")

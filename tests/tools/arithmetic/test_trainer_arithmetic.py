@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from cases import cases
 from torch import nn
 
 from verl_precision.base.errors import ConfigurationError
@@ -87,13 +88,7 @@ def test_gradient_checkpointing_and_a_copy_change_nothing():
     assert not packed(other).any() and packed(one).any()
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"model_type": "gemma3"}, "type 'gemma3'.*Allowed: llama, qwen2, qwen3"),
-    ({"hidden_act": "gelu"}, "activation is gelu"),
-    ({"attention_dropout": 0.1}, "dropout"),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
-    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
-])  # fmt: skip
+@pytest.mark.parametrize(("changes", "words"), cases(__file__, "CASES"))
 def test_a_model_with_operations_of_its_own(changes, words):
     one = random_model("qwen3", {**settings("qwen3")[1], "num_hidden_layers": 2})
     for name, value in changes.items():

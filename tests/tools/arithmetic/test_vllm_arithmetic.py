@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import forked
 import pytest
+from cases import cases
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.arithmetic_choice import VARIABLE
@@ -115,14 +116,7 @@ def vllm_config(**changes):
     return found
 
 
-@pytest.mark.parametrize(("setting", "value", "words"), [
-    ("model_type", "qwen3_moe", "llama, qwen2, qwen3"),
-    ("mode", 3, "enforce_eager=True"),
-    ("world_size", 2, "tensor_model_parallel_size=1"),
-    ("quant_config", "fp8", "quantization=None"),
-    ("head_dtype", 32, "an output head in the model's dtype"),
-    ("lora_config", "some", "no LoRA adapters"),
-])  # fmt: skip
+@pytest.mark.parametrize(("setting", "value", "words"), cases(__file__, "REFUSED"))
 def test_what_vllm_would_compute_otherwise_is_refused(setting, value, words, monkeypatch):
     from verl_precision.tools.arithmetic.vllm_operations import require_supported
 

@@ -5,6 +5,7 @@ from unittest.mock import Mock
 
 import pyarrow
 import pytest
+from cases import cases
 from pyarrow import parquet
 
 from verl_precision.base.errors import ConfigurationError, EnvironmentMismatchError
@@ -143,14 +144,7 @@ def test_templates_hold_the_question_once_and_say_where_the_answer_goes(template
     assert "\\boxed{}" in text or "<answer>" in text or "Answer:" in text
 
 
-@pytest.mark.parametrize(("arguments", "code", "words"), [
-    (["mth"], 1, "error: data mth: no such data set. Allowed: sanity, sanity_r1d, math"),
-    (["math", "--synthetic", "--task", "gcd"], 1, "--task gcd: math has no such option. Allowed: --output, --template"),
-    (["math", "--template", "qwen"], 1, "error: --template qwen: no such template. Allowed: r1_distill, qwen_math"),
-    (["math", "--source", "nowhere.parquet"], 1, "error: --source nowhere.parquet: no such file"),
-    (["math", "--source", "x", "--synthetic"], 1, "Give one of them"),
-    (["sanity", "--synthetic"], 0, "64 distinct problems"),
-])  # fmt: skip
+@pytest.mark.parametrize(("arguments", "code", "words"), cases(__file__, "REFUSED"))
 def test_command(tmp_path, typed, arguments, code, words):
     found, said = typed("data", *arguments, "--output", tmp_path)
     assert found == code and words in said

@@ -1,6 +1,7 @@
 """A model that cannot do the job is refused by name."""
 
 import pytest
+from cases import cases
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.tools.engines import model as model_module
@@ -10,13 +11,7 @@ from verl_precision.tools.tiny_model import IM_START
 CHAT = [{"role": "user", "content": "2+2="}]
 
 
-@pytest.mark.parametrize(("model", "words"), [
-    ("no/such/folder", "no such folder, and not a hub name"),
-    ("organisation/modle", "neither the hub nor its cache here has it"),
-    ("tiny:gpt9", "Allowed: qwen3"),
-    ("empty", "the folder has no config.json"),
-    ("weightless", "the folder has no weights"),
-])  # fmt: skip
+@pytest.mark.parametrize(("model", "words"), cases(__file__, "REFUSED"))
 def test_a_model_that_is_not_there(tmp_path, monkeypatch, model, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -116,14 +116,7 @@ def test_empty_answers_are_counted_and_all_of_them_refused():
         reward.readable([empty])
 
 
-@pytest.mark.parametrize(("name", "words"), [
-    ("judge.py", "cannot be loaded .AttributeError: .*compute_score"),
-    ("broken.py", "cannot be loaded .SyntaxError"),
-    ("mathverify", "no such reward. Allowed: verl, math-verify, or FILE.py:FUNCTION"),
-    ("nowhere.py:compute_score", "cannot be loaded .FileNotFoundError: .*nowhere.py"),
-    ("pkg://verl_precision.rewrad", "cannot be loaded .ModuleNotFoundError: .*verl_precision.rewrad"),
-    ("pkg://verl_precision.tools.rewards.answer_tag:OPEN", "OPEN is not a function"),
-])  # fmt: skip
+@pytest.mark.parametrize(("name", "words"), cases(__file__, "FUNCTIONS"))
 def test_rewards_that_do_not_exist(tmp_path, monkeypatch, name, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "judge.py").write_text("def other(): pass")
