@@ -112,7 +112,7 @@ class Source(ast.NodeVisitor):
                     self.names[alias.asname or alias.name] = module, name = _target(str(node.module), alias.name)
                     if host(module):
                         self._note(node, module, name, "imported")
-            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 self.defined.add(node.name)
                 if node.name in hooks:  # called with its host module
                     self.names[node.args.args[0].arg] = (hooks[node.name], "")

@@ -32,7 +32,7 @@ DTYPES = {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16", "float16"), "fp32": ("f
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 FP16 = "+precision=fp16"
 # Rollouts that do not read the manifest of the weights.
-UNREAD = ("name=sglang", "checkpoint_engine.backend=nccl", "engine_kwargs.vllm.worker_extension_cls=somebody.Else")
+UNREAD = ("name=sglang", "checkpoint_engine.backend=mooncake", "engine_kwargs.vllm.worker_extension_cls=somebody.Else")
 
 
 def estimator(name: str, length: int = 20480):
@@ -102,7 +102,7 @@ def test_nothing_else_changes(precision):
     assert not {key for key in changed if not any(word in f".{key}" for word in allowed)}
 
 
-@pytest.mark.parametrize("override", ["name=vllm", *UNREAD])
+@pytest.mark.parametrize("override", ["name=vllm", "checkpoint_engine.backend=nccl", *UNREAD])
 def test_the_manifest_is_sent_only_to_who_reads_it(override):
     config = compose_verl(FP16, VLLM, f"actor_rollout_ref.rollout.{override}")
     assert config.actor_rollout_ref.actor.fsdp_config.send_weight_manifest is (override not in UNREAD)

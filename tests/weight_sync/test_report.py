@@ -36,3 +36,13 @@ def test_what_ended_processes_left_is_removed_and_what_is_awaited_stays(own_fold
         (own_folder / name).write_text("{}")
     ReportBox()
     assert sorted(os.listdir(own_folder)) == sorted([awaited, foreign])
+
+
+def test_addresses_have_one_length_and_another_host_writes_nothing(own_folder, monkeypatch):
+    box, addresses = ReportBox(), []
+    for process in (7, 4_194_304):
+        monkeypatch.setattr("os.getpid", lambda process=process: process)
+        addresses.append(box.new_address())
+    assert len({len(address) for address in addresses}) == 1
+    monkeypatch.setattr("platform.node", lambda: "elsewhere")
+    assert SyncReport(1).write(addresses[0]) is False and list(own_folder.iterdir()) == []

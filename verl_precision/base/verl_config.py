@@ -31,6 +31,9 @@ BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
 # verl's checkpoint engines that cast weights to BF16 on their way (delta_sharded in verl's FSDP engine). The others
 # send weights unchanged: nccl and nixl store `rollout_dtype`, but never read it.
 CASTING = ("kimi_ckpt_engine", "mooncake", "delta_sharded")
+GLOO = "vp_gloo"  # ours: integration/cpu/gloo_checkpoint_engine.py
+# Checkpoint engines that carry any named tensor unchanged to a `rollout.update_weights`, and so the manifest.
+CARRYING = ("naive", "nccl", "nixl", GLOO)
 
 
 def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -60,9 +60,11 @@ def sync_is_verified(_root_: DictConfig) -> bool:
     """Return whether `VerifiedWeightSyncExtension` reads the stream; others would load the manifest as a weight."""
     from omegaconf import OmegaConf
 
+    from verl_precision.base.verl_config import CARRYING
+
     keys = ("name", "checkpoint_engine.backend", "engine_kwargs.vllm.worker_extension_cls")
     name, backend, extension = (OmegaConf.select(_root_, f"actor_rollout_ref.rollout.{key}") for key in keys)
-    return name == "vllm" and backend == "naive" and str(extension).startswith("verl_precision.")
+    return name == "vllm" and backend in CARRYING and str(extension).startswith("verl_precision.")
 
 
 def stochastic_rounding_to(_root_: DictConfig) -> str | None:

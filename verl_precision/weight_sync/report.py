@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import platform
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import psutil
 
 from verl_precision.base.files import write_file
 
-_PREFIX = "vp-weight-sync-"  # followed by the id of the process that waits for the report
+_PREFIX = "vp-weight-sync-"  # followed by the id of the process that waits for the report, and at the end by its host
 
 
 def _folder() -> Path:
@@ -32,9 +33,11 @@ class SyncReport:
         """Return the report as metrics."""
         return {f"weight_sync/{name}": float(value) for name, value in asdict(self).items()}
 
-    def write(self, path: str) -> None:
-        """Write the report to a file, complete or not at all."""
-        write_file(Path(path), json.dumps(asdict(self)), replace=True)
+    def write(self, path: str) -> bool:
+        """Write the report to a file, complete or not at all; return whether this host is the one that reads it."""
+        if here := path.endswith(f"-{platform.node()}.json"):
+            write_file(Path(path), json.dumps(asdict(self)), replace=True)
+        return here
 
 
 class ReportBox:
@@ -50,7 +53,7 @@ class ReportBox:
 
     def new_address(self) -> str:
         """Return the name of a file that does not exist yet, for the report on one weight stream."""
-        path = _folder() / f"{_PREFIX}{os.getpid()}-{os.urandom(8).hex()}.json"
+        path = _folder() / f"{_PREFIX}{os.getpid():010}-{os.urandom(8).hex()}-{platform.node()}.json"
         self._expected.append(path)
         return str(path)
 

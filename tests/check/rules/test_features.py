@@ -50,6 +50,7 @@ ASKING = {
     "sampling_masks": f"{OURS} ++actor_rollout_ref.rollout.custom={{sampling_masks:True}}",
     "rewards": "reward.custom_reward_function.path=pkg://verl_precision.tools.rewards.boxed_answer",
     "weight_sync": OURS,
+    "vp_gloo": "rollout.checkpoint_engine.backend=vp_gloo",
     "weight_sync on accelerators": OURS,
     "weight_sync of adapters": f"{OURS} model.lora_rank=8",
     "canary": OURS,

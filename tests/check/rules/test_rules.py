@@ -21,7 +21,7 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.verl_config import CASTING
+from verl_precision.base.verl_config import CARRYING, CASTING, GLOO
 from verl_precision.check.rules import registry
 from verl_precision.check.rules.dtypes import VLLM_REFUSES_FP16
 from verl_precision.check.rules.gpu_memory import GIB
@@ -184,11 +184,12 @@ def test_what_is_right_is_left_alone(overrides):
 def test_the_list_of_transports_that_cast_is_verls():
     """Read from verl's sources, since most engines import CUDA's libraries: who calls `.to(rollout_dtype)`?"""
     folder = Path(importlib.util.find_spec("verl").submodule_search_locations[0]) / "checkpoint_engine"
-    casting = set()
+    casting, carrying = set(), {"naive", GLOO}
     for source in (path.read_text() for path in folder.glob("*_checkpoint_engine.py")):
         (name,) = re.findall(r'^@CheckpointEngineRegistry\.register\("(\w+)"\)', source, re.M)
         casting |= {name} if re.search(r"\.to\((self\.)?rollout_dtype\)", source) else set()
-    assert casting == set(CASTING)
+        carrying |= {name} if re.search(r"in split_weight_chunks\(weights, self\.bucket_size\)", source) else set()
+    assert (casting, carrying) == (set(CASTING), set(CARRYING))
 
 
 def test_the_list_of_estimators_that_compare_responses_is_verls():

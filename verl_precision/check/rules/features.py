@@ -113,6 +113,7 @@ def asked_features(config: DictConfig) -> list[str]:
         "sampling_masks": replays_masks(config),
         "rewards": str(setting["rewards"]()).endswith((".boxed_answer", ".answer_tag")),
         "weight_sync": guarded,
+        "vp_gloo": setting["vp_gloo"]() == verl_config.GLOO,
         "weight_sync on accelerators": guarded and not on_cpu,
         "weight_sync of adapters": guarded and verl_config.uses_adapter(config),
         "canary": canary,

@@ -64,8 +64,8 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
             sync.records.clear()
             get_torch_device().empty_cache()  # verl emptied it before the records were freed; the KV cache is next
         self._raise_problems(sync.problems)
-        if sync.reply_to is not None:
-            sync.report.write(sync.reply_to)
+        if sync.reply_to is not None and not sync.report.write(sync.reply_to) and self._sync_index == 0:
+            logger.warning("verified, but not in the trainer's metrics, since it has another host: %s", sync.report)
         if sync.on_cpu:
             bind_again(self.model_runner)
         self._sync_index += 1
