@@ -86,7 +86,7 @@ def test_an_update_reaches_the_weights(engine, estimator):
 @pytest.mark.usefixtures("make_engine")
 def test_an_update_of_verls_own_engine_is_measured_where_the_trainer_asks():
     asked = dict.fromkeys(("mismatch", "rollout_as_shadow", "bypass", "beta_in_ratio"), True)
-    request = {**asked, "clip": None, "longest_response": RESPONSE, "keep": 0}
+    request = {**asked, "clip": None, "longest_response": RESPONSE, "keep": 0, "distillation": False}
     engine, config = verl_engines.make_engine(plain=True, packed=True), compose_estimator("pg_seq_is")
     metrics, _ = updated(engine, config, {REQUEST: request})
     assert metrics[MISMATCH].aggregate().metrics()["mismatch/tokens"] == RESPONSES * RESPONSE
