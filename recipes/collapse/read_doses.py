@@ -7,9 +7,7 @@ reward over steps and the curve. The mismatch is the mean of the first ten steps
 the mean of the last ten.
 """
 
-import argparse
 import statistics
-from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
@@ -17,7 +15,8 @@ from matplotlib.figure import Figure
 from verl_precision.tools.runs.content import RunView
 from verl_precision.tools.runs.read import Run, read_runs
 from verl_precision.tools.show.colours import COLOURS, PRECISIONS
-from verl_precision.tools.show.figures import style
+from verl_precision.tools.show.figures import new_figure, style
+from verl_precision.tools.show.scripts import folders_of, parser_for_runs
 from verl_precision.tools.show.tables import markdown_table
 
 WINDOW = 10  # steps
@@ -78,7 +77,7 @@ def table(outcomes: list[Outcome]) -> str:
 
 def draw(outcomes: list[Outcome]) -> Figure:
     """Return the rewards over steps, and the curve: a point for each run, a line through the means of the doses."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = new_figure(10, 4)
     over_steps, curve = figure.subplots(1, 2, sharey=True)
     largest = max(each.dose for each in outcomes) or 1
     for precision, colour in LINES.items():
@@ -103,11 +102,8 @@ def draw(outcomes: list[Outcome]) -> Figure:
 
 def main() -> None:
     """Read the folders, print and draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", type=Path, help="of a comparison, with <precision>_<dose>/seed_<n> in it")
-    parser.add_argument("--figure", type=Path, help="where the curve goes; without it only the table is printed")
-    arguments = parser.parse_args()
-    outcomes = [outcome_of(run) for run in read_runs([folder for folder in arguments.folders if folder.is_dir()])]
+    arguments = parser_for_runs(__doc__, "of a comparison, with <precision>_<dose>/seed_<n> in it").parse_args()
+    outcomes = [outcome_of(run) for run in read_runs(folders_of(arguments))]
     print(table(outcomes))
     if arguments.figure:
         draw(outcomes).savefig(arguments.figure, dpi=100)

@@ -6,7 +6,6 @@ The first table has means over all steps. A student's distance is KL(student || 
 forward passes in FP32, on responses that the teacher samples: before the first update and after the last.
 """
 
-import argparse
 from pathlib import Path
 
 import torch
@@ -16,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from verl_precision.tools.runs.read import Run, read_runs
 from verl_precision.tools.show.colours import PRECISIONS
-from verl_precision.tools.show.figures import style
+from verl_precision.tools.show.figures import new_figure, style
+from verl_precision.tools.show.scripts import folders_of, parser_for_runs
 from verl_precision.tools.show.tables import markdown_table, number_text
 
 TEACHER, NEAR = Path("outputs/collapse/task/logits_20"), Path("outputs/distillation/near")
@@ -70,7 +70,7 @@ def distances(students: dict[str, Path]) -> dict[str, float]:
 
 def draw(runs: dict[str, Run]) -> Figure:
     """Return the truncated KL by step: of the students nearby, and dotted where the teacher is the student."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
+    figure = new_figure(6, 4)
     axes, size = figure.subplots(), TRUNCATED["size of the KL"]
     for arm, run in runs.items():
         near, _, precision = arm.partition("_")
@@ -90,11 +90,8 @@ def draw(runs: dict[str, Run]) -> Figure:
 
 def main() -> None:
     """Read the folders, print and draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", type=Path, help="of a comparison, with <arm>/metrics.jsonl in it")
-    parser.add_argument("--figure", type=Path, help="where the figure goes; without it only the tables are printed")
-    arguments = parser.parse_args()
-    runs = {run.path.parent.name: run for run in read_runs([folder for folder in arguments.folders if folder.is_dir()])}
+    arguments = parser_for_runs(__doc__, "of a comparison, with <arm>/metrics.jsonl in it").parse_args()
+    runs = {run.path.parent.name: run for run in read_runs(folders_of(arguments))}
     print(table(runs))
     near = {arm: run for arm, run in runs.items() if arm.startswith("near")}
     if near:

@@ -7,7 +7,6 @@ The script reads runs in folders <precision>_<estimator>_<tokens>/seed_<n>. The 
 reward that of the first three and of the last four. The prediction needs the k3 and the length alone.
 """
 
-import argparse
 import json
 import math
 import statistics
@@ -20,7 +19,8 @@ from verl_precision.mismatch.prediction import predicted_spread
 from verl_precision.tools.runs.content import RunView
 from verl_precision.tools.runs.read import Run, read_runs
 from verl_precision.tools.show.colours import PRECISIONS
-from verl_precision.tools.show.figures import style
+from verl_precision.tools.show.figures import new_figure, style
+from verl_precision.tools.show.scripts import folders_of, parser_for_runs
 from verl_precision.tools.show.tables import markdown_table
 
 FIRST, LAST = 3, 4  # steps
@@ -105,7 +105,7 @@ def by_length(outcomes: list[Outcome]) -> str:
 
 def draw(outcomes: list[Outcome]) -> Figure:
     """Return spread and gain of reward against the length: a point for each run, lines through the means."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = new_figure(10, 4)
     spreads, gains = figure.subplots(1, 2)
     for (precision, colour), estimator in ((each, name) for each in PRECISIONS.items() for name in LINES):
         own = [each for each in outcomes if (each.precision, each.estimator) == (precision, estimator)]
@@ -147,12 +147,10 @@ def record(runs: list[Run], folder: Path) -> None:
 
 def main() -> None:
     """Read the folders, print and draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", type=Path, help="with <precision>_<estimator>_<tokens>/seed_<n> in it")
-    parser.add_argument("--figure", type=Path, help="where the figure goes; without it only the table is printed")
+    parser = parser_for_runs(__doc__, "with <precision>_<estimator>_<tokens>/seed_<n> in it")
     parser.add_argument("--record", type=Path, help="a folder that gets the rows of each run, in short")
     arguments = parser.parse_args()
-    runs = read_runs([folder for folder in arguments.folders if folder.is_dir()])
+    runs = read_runs(folders_of(arguments))
     outcomes = [outcome_of(run) for run in runs]
     print(table(outcomes), by_length(outcomes), sep="\n\n")
     if arguments.figure:

@@ -5,7 +5,6 @@
 A run that the guard has ended has no step; it is drawn where it ended, with the layer that its log names.
 """
 
-import argparse
 import re
 from pathlib import Path
 
@@ -13,7 +12,8 @@ from matplotlib.figure import Figure
 
 from verl_precision.tools.runs.read import read_metrics
 from verl_precision.tools.show.colours import COLOURS
-from verl_precision.tools.show.figures import style
+from verl_precision.tools.show.figures import new_figure, style
+from verl_precision.tools.show.scripts import folders_of, parser_for_runs
 from verl_precision.tools.show.tables import markdown_table, number_text
 
 ARMS = ("repaired", "guarded", "unguarded")
@@ -47,7 +47,7 @@ def table(curves: Curves) -> str:
 
 def draw(curves: Curves) -> Figure:
     """Return reward and k3 by step, a line for each arm that has steps."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = new_figure(10, 4)
     rewards, gaps = figure.subplots(1, 2)
     for axes, metric in ((rewards, REWARD), (gaps, K3)):
         for colour, (arm, (steps, stopped)) in zip(COLOURS, curves.items(), strict=False):
@@ -65,11 +65,8 @@ def draw(curves: Curves) -> Figure:
 
 def main() -> None:
     """Read the folders, print and draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", type=Path, help="of a comparison, with <arm>/train.log in it")
-    parser.add_argument("--figure", type=Path, help="where the figure goes; without it only the table is printed")
-    arguments = parser.parse_args()
-    curves = read_curves([folder for folder in arguments.folders if folder.is_dir()])
+    arguments = parser_for_runs(__doc__, "of a comparison, with <arm>/train.log in it").parse_args()
+    curves = read_curves(folders_of(arguments))
     print(table(curves))
     if arguments.figure:
         draw(curves).savefig(arguments.figure, dpi=100)

@@ -164,6 +164,11 @@ def trainer_to_start(config: DictConfig) -> str:
     return PREFIX + mode if measured and mode in MODES else mode
 
 
+def teaches(config: DictConfig) -> bool:
+    """Return whether the run distils a teacher's log-probs into the policy."""
+    return bool(OmegaConf.select(config, "distillation.enabled"))
+
+
 def sync_backend(config: DictConfig) -> str:
     """Return the checkpoint engine that sends weights to the rollout; `naive` for V1 trainers on the rollout's GPUs."""
     beside = not other_trainer(config) and not str(config.trainer.v1.trainer_mode).endswith("separate_async")

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_precision.base.dtypes import short
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.base.files import table_of
-from verl_precision.base.verl_config import ROLLOUT
+from verl_precision.base.verl_config import ROLLOUT, teaches
 from verl_precision.check import rules
 
 LARGEST = 16 << 20  # bytes of a config.json; real ones have some thousands
@@ -162,11 +162,6 @@ def served_models(config: DictConfig) -> list[Served]:
     if OmegaConf.select(config, "reward.reward_model.enable"):
         found.append(_served(config, "reward model", "reward.reward_model", "rollout"))
     return found
-
-
-def teaches(config: DictConfig) -> bool:
-    """Return whether the run distils a teacher's log-probs into the policy."""
-    return bool(OmegaConf.select(config, "distillation.enabled"))
 
 
 def _served(config: DictConfig, role: str, owner: str, block: str) -> Served:

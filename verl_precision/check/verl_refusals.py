@@ -22,8 +22,7 @@ from typing import Any, Union, get_args, get_origin
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_precision.base.errors import ConfigurationError
-from verl_precision.base.verl_config import FSDP, content_of, engines, leaves, lora_rank, uses_adapter
-from verl_precision.check.models import teaches
+from verl_precision.base.verl_config import FSDP, content_of, engines, leaves, lora_rank, teaches, uses_adapter
 from verl_precision.check.rules.tables import NUMBERS_OR_NULL, names_in, null_number
 from verl_precision.integration.ledger import lost_symbols
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_precision.base.verl_config import ROLLOUT, engines
-from verl_precision.check.models import served_models, teaches
+from verl_precision.base.verl_config import ROLLOUT, engines, teaches
+from verl_precision.check.models import served_models
 from verl_precision.check.rules.rule import Environment, Fault, rule
 
 

@@ -8,8 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_precision.base.files import table_of
-from verl_precision.base.verl_config import FSDP, MODEL, ROLLOUT, engine_kwargs, engines
-from verl_precision.check.models import teaches
+from verl_precision.base.verl_config import FSDP, MODEL, ROLLOUT, engine_kwargs, engines, teaches
 from verl_precision.check.rules.rule import Environment, Fault, Machine, fault_of_error, faults_raised_by, rule
 from verl_precision.check.rules.tables import ANSWER_REWARDS, REWARD
 from verl_precision.integration.trainer.saving import checkpoint_settings

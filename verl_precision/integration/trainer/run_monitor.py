@@ -22,7 +22,7 @@ from verl_precision.base.files import write_file
 from verl_precision.base.loggers import mismatch as logger
 from verl_precision.base.mergeable import Count, Mean, Statistic, merge_by_name
 from verl_precision.base.state import read_state
-from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype
+from verl_precision.base.verl_config import engine_kwargs, engines, rollout_dtype, teaches
 from verl_precision.integration.engine import measurement
 from verl_precision.integration.engine.measurement import CANDIDATES
 from verl_precision.integration.trainer.merged_metrics import statistics_kept
@@ -66,7 +66,7 @@ class RunMonitor:
             beta_in_ratio=beta_in_ratio,
             longest_response=int(config.actor_rollout_ref.rollout.response_length),
             keep=settings.keep_tokens,
-            distillation=bool(OmegaConf.select(config, "distillation.enabled")),
+            distillation=teaches(config),
         )
         self.mismatch = MismatchMonitor(settings.alarm, in_use=_in_use(config, ratio, correction), gather=False)
         self.alarm = self.mismatch.alarm
