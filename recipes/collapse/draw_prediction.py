@@ -23,6 +23,7 @@ from verl_precision.tools.show.tables import markdown_table
 LOG = Path(__file__).resolve().parents[2] / "docs" / "log"
 TOKENS_OF_DOSES = 130  # nearly all responses of the recipe have this length
 ON_A_GPU = {"bf16": 1.96e-3, "fp16": 3.07e-5}  # k3 of the entry of 2026-11-26
+TO_4096_TOKENS = {"bf16": 1.67e-3, "fp16": 2.74e-5}  # k3 of the entry of 2026-11-29, on a CPU
 
 
 class Point(NamedTuple):
@@ -47,9 +48,11 @@ def points() -> list[Point]:
     rows = re.findall(dose, (LOG / "collapse.md").read_text(), re.M)
     found = [Point("doses", dtype, TOKENS_OF_DOSES, float(k3), float(spread)) for dtype, k3, spread in rows]
     number, spread = r"([\d,]+)", r"(\S+) ± \S+"
-    for tokens, *both in re.findall(rf"^\| {number} \| \d+ \| {spread} \|.*? \| \d+ \| {spread} \|", text, re.M):
-        for (dtype, k3), value in zip(ON_A_GPU.items(), both, strict=True):
-            found.append(Point("GPU, by length", dtype, int(tokens.replace(",", "")), k3, float(value)))
+    on_a_gpu, longest = text.split("\n## 2026-11-29: to 4,096 tokens\n")
+    for entry, source, k3s in (on_a_gpu, "GPU, by length", ON_A_GPU), (longest, "CPU, by length", TO_4096_TOKENS):
+        for tokens, *both in re.findall(rf"^\| {number} \| \d+ \| {spread} \|.*? \| \d+ \| {spread} \|", entry, re.M):
+            for (dtype, k3), value in zip(k3s.items(), both, strict=True):
+                found.append(Point(source, dtype, int(tokens.replace(",", "")), k3, float(value)))
     trained = re.findall(r"^\| (?:k3|spread of a response's log-weight) \| (\S+) \| (\S+) \| (\S+) \|", text, re.M)
     for dtype, k3, value in zip(("bf16", "fp16", "bf16"), *trained, strict=True):
         found.append(Point("GPU, training", dtype, 1024, float(k3), float(value)))

@@ -76,4 +76,4 @@ def test_recorded_runs_have_the_spread_and_with_as_many_responses_the_share(root
 def test_the_page_has_the_ratios_that_the_log_gives(root):
     script = runpy.run_path(str(root / "recipes" / "collapse" / "draw_prediction.py"))
     page = (root / "docs" / "log" / "prediction.md").read_text()
-    assert script["table"](found := script["points"]()) in page and len(found) == 76
+    assert script["table"](found := script["points"]()) in page and len(found) == 88
