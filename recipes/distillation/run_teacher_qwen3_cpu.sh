@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 ############################ user-adjustable ############################
 PYTHON=${PYTHON:-python}
-ARMS=${ARMS:-bf16 fp16 mixed exact exact_cool bf16_topk bf16_topk_verls fp16_topk exact_topk near_bf16 near_fp16}
+ARMS=${ARMS:-bf16 fp16 mixed exact bf16_topk fp16_topk near_bf16 near_fp16} # or all: three more
 #########################################################################
 
 export VERL_PLATFORM=cpu

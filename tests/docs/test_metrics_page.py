@@ -36,8 +36,8 @@ def test_documented_are_the_emitted():
     mismatch = MismatchByVersion.of_batch(flattened(trainer, rollout, mask=mask, advantages=advantages), range(4))
     turns = (torch.arange(20) % 2 == 0).expand(4, 20)  # ten
     by_turn = MismatchByTurn.of_batch(flattened(trainer, rollout, mask=turns), mismatch.whole)
-    found = {*mismatch.metrics(), *SyncReport(1, 0, 0.1).metrics(), CANARY_GAP, CANARY_BOUND, FAILED_MEASUREMENTS}
-    found |= set(by_turn.metrics())
+    found = {*mismatch.metrics(), *by_turn.metrics(), CANARY_GAP, CANARY_BOUND, FAILED_MEASUREMENTS}
+    found |= set(SyncReport(draft_layers=1, drafted_tokens=1).metrics())
     routing = routing_agreement({3: Choice(ONE, ONE)}, ONE.expand(1, 4).unsqueeze(-1), torch.ones(1).bool())
     found |= {CROSSINGS, OFF_GRID, *routing, *SelfGap.of_tokens(*torch.zeros(3, 1), mask_N=ONE[0] + 1).metrics()}
     found |= set(Signal.of_batch("aa", torch.zeros(2), [ONE] * 2, [ONE] * 2, 1, "grpo").metrics())

@@ -8,22 +8,10 @@ Every estimator: tests/integration/engine/test_estimators_train.py.
 from pathlib import Path
 
 import pytest
+from cases import cases
 
 # (recipe, precision) -> estimator: the recipe's own, but where it takes any, one that no other run shows
-RUNS = {
-    ("sanity", "fp16"): "pg_seq_is",
-    ("sanity", "bf16"): "pg_seq_mis",
-    ("precision_ablation", "fp16"): "gspo",
-    ("precision_ablation", "bf16"): "grpo_unclipped",
-    ("moe", "fp16"): "grpo_seq_mis",
-    ("moe", "bf16"): "pg_seq_tis",
-    ("dense_14b", "fp16"): "dapo",
-    ("dense_14b", "bf16"): "dapo",
-    ("lora", "fp16"): "grpo_token_tis",
-    ("lora", "bf16"): "cispo",
-    ("octothinker", "fp16"): "grpo",
-    ("octothinker", "bf16"): "ratio_one",
-}
+RUNS = {tuple(recipe.split()): estimator for recipe, estimator in cases(__file__, "runs").items()}
 BYPASS = {"pg_seq_is", "pg_seq_tis", "pg_seq_mis"}
 # Single characters, which a random tiny model writes now and then; </answer> it never does.
 STOPS = {"octothinker": ["actor_rollout_ref.rollout.custom.stop=['7','8','9']"]}

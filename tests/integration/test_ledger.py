@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from cases import cases
 
 import verl_precision
 from verl_precision.base.errors import RegistrationError
@@ -302,59 +303,17 @@ def test_every_entry_is_needed(everything_registered):
             assert any(about(entry, use) or entry.name.endswith(f".{use.name}") for use in used), entry.name
 
 
-PLANTED_USES = """\
-import torch, wrapt
-from verl.trainer.ppo.core_algos import agg_loss
-from verl.trainer.ppo.v1 import trainer_base
-from torch.nn.modules.module import _global_forward_hooks
-import hydra._internal.utils
-
-def use(engine):
-    engine._build_lr_scheduler(getattr(engine, "_qat_config"))
-    return trainer_base.compute_data_metrics
-
-trainer_base.compute_data_metrics = None
-torch.Tensor.item = print
-wrapt.wrap_function_wrapper(trainer_base, "compute_data_metrics", print)
-"""
-PLANTED_CLASSES = """\
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead
-from verl_precision.integration.engine.fsdp_engine import precision_variant
-
-class Planted(FSDPEngine):
-    def initialize(self): ...
-
-class Mixin:
-    def _build_lr_scheduler(self, module): ...
-
-Variant = precision_variant(FSDPEngineWithLMHead, "Variant", Mixin)
-"""
-
-
 def test_a_use_without_entry_is_named_with_its_line(tmp_path):
     path = tmp_path / "planted.py"
-    path.write_text(PLANTED_USES)
+    path.write_text(cases(__file__, "uses"))
     reported = without_entry(use for use in source_uses([path]) if not promised(use))
-    assert reported == sorted(
-        f"{path}:{said}: {REMEDY}"
-        for said in (
-            "2: verl.trainer.ppo.core_algos.agg_loss is imported",
-            "4: torch.nn.modules.module._global_forward_hooks is imported",
-            "5: hydra._internal.utils is imported",
-            "8: _build_lr_scheduler is used",
-            "8: _qat_config is used",
-            "9: verl.trainer.ppo.v1.trainer_base.compute_data_metrics is used",
-            "11: verl.trainer.ppo.v1.trainer_base.compute_data_metrics is assigned to",
-            "12: torch.Tensor.item is assigned to",
-            "13: 'compute_data_metrics' is wrapped",
-        )
-    )
+    assert reported == sorted(f"{path}:{said}: {REMEDY}" for said in cases(__file__, "said"))
 
 
 def test_an_override_without_entry_is_named_with_its_line(tmp_path, monkeypatch, everything_registered):
     """Also one of a mixin, which has no host of its own until it is combined with one."""
     path = tmp_path / "planted_classes.py"
-    path.write_text(PLANTED_CLASSES)
+    path.write_text(cases(__file__, "classes"))
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module(path.stem)
     engine = "verl.workers.engine.fsdp.transformer_impl.FSDPEngine"

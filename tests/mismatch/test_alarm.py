@@ -22,7 +22,7 @@ NOISES = ["Gaussian", "Student t(2)", AR := "AR(1), phi 0.8"]
 HEALTHY = {
     **dict.fromkeys((names.NONFINITE_TRAINER, names.NONFINITE_ROLLOUT, "actor/" + names.NONFINITE_RESPONSES), 0.0),
     names.K3_KL: 1e-5, names.LOG_PROB_GAP: 3e-3, names.PROBS_PEARSON: 0.999, names.PROB_GAP_MIN: -0.3,
-    names.PROB_GAP_MAX: 0.4, names.PHANTOM_CLIPPED: 1e-4, names.NOISE_SHARE: 0.1,
+    names.PROB_GAP_MAX: 0.4, names.PHANTOM_CLIPPED: 1e-4, names.NOISE_SHARE: 0.1, names.DRAFT_ACCEPTANCE: 0.7,
     "actor/" + names.WEIGHT_ESS: 0.8, names.KEPT_RESPONSES: 0.9, names.KEPT_TOKENS: 0.9,
     "actor/" + names.REJECTED_TOKENS: 0.1,
     "actor/" + names.TOKEN_WEIGHT_ESS: 0.7, "actor/" + names.LOSS_SCALE: 65536.0, "actor/" + names.SKIPPED_STEPS: 0.0,
@@ -49,6 +49,7 @@ KINDS = [
     ("no_signal", names.ZERO_ADVANTAGE, 1.0, 10),
     ("no_signal", "actor/" + names.ZERO_GRADIENT, 0.995, 10),
     ("teacher_is_noise", names.NOISE_SHARE, 0.6, 10),
+    ("draft_rejected", names.DRAFT_ACCEPTANCE, 0.1, 5),
     ("trainer_disagrees_with_itself", names.SELF_GAP_RATIO, 2.5, 2),
     ("trainer_disagrees_with_itself", names.SELF_GAP, 0.2, 2),
 ]

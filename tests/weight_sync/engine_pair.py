@@ -74,7 +74,7 @@ def send(stream: Iterable[tuple[str, Tensor]], handle: str, receive: Callable[[]
 class EnginePair:
     """One trainer and one or more rollout replicas of a tiny model."""
 
-    def __init__(self, architecture: str, dtype: str, replicas: int = 1, lora: bool = False) -> None:
+    def __init__(self, architecture: str, dtype: str, replicas: int = 1, lora: bool = False, **arguments) -> None:
         self.dtype = getattr(torch, dtype)
         path = str(cached_tiny_model(architecture))
         with pytest.MonkeyPatch.context() as patch:
@@ -86,6 +86,7 @@ class EnginePair:
             settings |= {"max_model_len": 128, "gpu_memory_utilization": 0.1, "num_gpu_blocks_override": 64}
             settings |= {"mamba_ssm_cache_dtype": "float32"}  # of gated delta nets, which a CPU has with such a state
             settings |= {"worker_extension_cls": EXTENSION, "logprobs_mode": "processed_logprobs"}  # verl's mode
+            settings |= arguments
             self.engines = [LLM(**settings, seed=rank) for rank in range(replicas)]  # another dummy model a replica
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.tokens = canary_tokens(self.model.config.vocab_size, (0, 1, 2), sequences=2, tokens=32)

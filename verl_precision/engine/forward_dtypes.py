@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verl_precision.base.errors import ConfigurationError, PrecisionContradictionError, filled
-from verl_precision.base.files import table_of
 from verl_precision.base.loggers import engine as logger
+from verl_precision.engine.settings import WORDS
 from verl_precision.weight_sync.manifest import dtype_name
 
-_WORDS = table_of(__file__, "words.yaml")
 _SHOWN = 5  # modules named in an error message
 
 
@@ -46,7 +45,7 @@ class ForwardDtypes:
         if wrong:
             named = "; ".join(f"{name}: {dtype_name(dtype)}" for name, dtype in list(wrong.items())[:_SHOWN])
             more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-            words = filled(_WORDS["forward"], role=self._role, wrong=len(wrong), named=named + more)
+            words = filled(WORDS["forward"], role=self._role, wrong=len(wrong), named=named + more)
             raise PrecisionContradictionError(value=dtype_name(self.expected), **words)
         if not self._said and products:
             dtype = dtype_name(self.expected)
@@ -61,7 +60,7 @@ def compute_head_in_fp32(model: nn.Module) -> nn.Module:
     """Make the output head of a Hugging Face model, not sharded yet, compute x·Wᵀ + b in FP32; return it."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     if type(head) is not nn.Linear:
-        words = filled(_WORDS["output head"], model=type(model).__name__, head=type(head).__name__)
+        words = filled(WORDS["output head"], model=type(model).__name__, head=type(head).__name__)
         raise ConfigurationError(value=True, **words)
     head.forward = MethodType(_fp32_linear, head)  # type: ignore[method-assign]
     return head

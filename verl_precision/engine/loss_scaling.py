@@ -23,7 +23,7 @@ from verl_precision.base.errors import CheckpointStateError, EnvironmentMismatch
 from verl_precision.base.files import write_file
 from verl_precision.base.loggers import engine as logger
 from verl_precision.base.state import STRICT, read_state, refused_in_words
-from verl_precision.engine.settings import LossScaleSettings
+from verl_precision.engine.settings import WORDS, LossScaleSettings
 
 FILE_NAME = "loss_scale.json"
 # Elements sampled for the underflow fraction: one in a million of a 65 B-parameter shard, all of a tiny model.
@@ -62,13 +62,7 @@ class LossScaler(ShardedGradScaler):
             process_group=None,  # all ranks, so that replicas of HSDP cannot drift apart
         )  # fmt: skip
         if not self.is_enabled():
-            raise EnvironmentMismatchError(
-                "torch has switched its gradient scaler off, so FP16 gradients would underflow",
-                setting="trainer.device",
-                value=device,
-                allowed="cpu, or an accelerator that torch finds",
-                remedy="Check the installed torch build and trainer.device, or set precision=bf16.",
-            )
+            raise EnvironmentMismatchError(value=device, **WORDS["no scaler"])
         self.settings = settings
         self.last_step: ScalerStep | None = None  # what happened in the latest `unscale_`
         self.nonfinite: list[Tensor] = []  # parameters of this rank whose gradient was non-finite then

@@ -14,7 +14,7 @@ from verl_precision.base.settings import settings
 # The spellings in verl's YAML, in `mixed_precision` and in `dtype`.
 DtypeName = Literal["bf16", "fp16", "fp32", "bfloat16", "float16", "float32"]
 
-_WORDS = table_of(__file__, "words.yaml")
+WORDS = table_of(__file__, "words.yaml")
 _PRESET = "Choose a preset: precision=fp16."
 
 
@@ -48,7 +48,7 @@ class LossScaleSettings:
     def __post_init__(self) -> None:
         """Check that the initial scale lies between its bounds."""
         if not self.minimum <= self.initial <= self.maximum:
-            raise ConfigurationError(value=self.initial, **filled(_WORDS["initial scale"], scale=self))
+            raise ConfigurationError(value=self.initial, **filled(WORDS["initial scale"], scale=self))
 
     def bounds(self) -> tuple[float, float]:
         """Return the smallest and the largest scale allowed."""
@@ -78,7 +78,7 @@ class ShadowSettings:
         """Check the dtype of a shadow that is switched on."""
         known = get_args(DtypeName)
         if self.enabled and self.dtype not in known:
-            raise ConfigurationError(value=self.dtype, **filled(_WORDS["shadow's dtype"], dtypes=", ".join(known)))
+            raise ConfigurationError(value=self.dtype, **filled(WORDS["shadow's dtype"], dtypes=", ".join(known)))
 
     @property
     def enabled(self) -> bool:
@@ -122,10 +122,10 @@ def require_engine_settings(found: Mapping[str, Any]) -> ShadowSettings:
     mixed = found.get("mixed_precision")
     required = [field.name for field in dataclasses.fields(MixedPrecision)]
     if mixed is None or set(mixed) != set(required):
-        raise ConfigurationError(value=mixed, **filled(_WORDS["mixed precision"], required=", ".join(required)))
+        raise ConfigurationError(value=mixed, **filled(WORDS["mixed precision"], required=", ".join(required)))
     compute, dtype = MixedPrecision(**mixed).param_dtype, found.get("dtype", "bfloat16")
     if short(dtype) != short(compute):
-        raise ConfigurationError(value=dtype, **filled(_WORDS["dtype"], compute=compute))
+        raise ConfigurationError(value=dtype, **filled(WORDS["dtype"], compute=compute))
     own = [field.name for field in dataclasses.fields(_EngineSettings)]  # type: ignore[arg-type]
     _EngineSettings(**{key: found[key] for key in own if key in found})
     _typed(found, "loss_scale", LossScaleSettings)

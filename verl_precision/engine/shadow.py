@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from verl_precision.base.errors import ConfigurationError
 from verl_precision.engine.loss_scaling import local_part
+from verl_precision.engine.settings import WORDS
 from verl_precision.losses.ratios import straight_through
 
 ROUNDED_TO = "verl_precision_rounded_to"  # key in a batch: the dtype to which weights are rounded for the forward
@@ -41,13 +42,7 @@ def loss_beside_shadow(loss_function: Callable, shadow_log_probs: Tensor, in_rat
                 output["log_probs"] = torch.nested.nested_tensor_from_jagged(values, offsets)
             kwargs["model_output"] = output
         elif in_ratio:
-            raise ConfigurationError(
-                "top-k distillation takes its loss from logits, which the shadow does not give",
-                setting="fsdp_config.shadow.ratio_source",
-                value="shadow",
-                allowed="training",
-                remedy="Set ratio_source=training, or distillation without use_topk.",
-            )
+            raise ConfigurationError(value="shadow", **WORDS["shadow in the ratio"])
         return loss_function(*args, **kwargs)
 
     return loss

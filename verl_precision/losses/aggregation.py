@@ -12,17 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from verl_precision.base.errors import ConfigurationError
-from verl_precision.losses.settings import NORM_MODE, require_normalizer
+from verl_precision.base.errors import ConfigurationError, filled
+from verl_precision.losses.settings import NORM_MODE, WORDS, require_normalizer
 
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", NORM_MODE)
-_CONSTANT = {
-    "setting": "normalizer",
-    "problem": f"mode={NORM_MODE!r} divides the sum over tokens by one constant for the whole run",
-    "allowed": "a number > 0",
-    "remedy": "Pass Aggregation(normalizer=512) for responses of up to 512 tokens, or a mode without it (token-mean).",
-}
-_require_constant = replace(require_normalizer, words=_CONSTANT)
+_require_constant = replace(require_normalizer, words=WORDS["constant"])
 
 
 @dataclass(frozen=True)
@@ -71,12 +65,7 @@ class Aggregation:
                 raise ConfigurationError(setting=setting, value=value, allowed="1 or more", remedy=remedy)
         needed = "num_tokens" if self.mode == "token-mean" else "num_responses"
         if self.dp_size > 1 and self.mode != "token-sum" and getattr(self, needed) is None:
-            raise ConfigurationError(
-                f"with dp_size={self.dp_size} dividing by the share of one rank changes the gradient",
-                setting=needed,
-                allowed="the count over all ranks (verl: config.global_batch_info)",
-                remedy=f"Pass {needed}.",
-            )
+            raise ConfigurationError(**filled(WORDS["ranks"], dp_size=self.dp_size, needed=needed))
 
 
 def row_scale(lengths_B: Tensor, aggregation: Aggregation, dtype: torch.dtype) -> Tensor:
@@ -118,11 +107,8 @@ def aggregate(values_BT: Tensor, response_mask: Tensor, aggregation: Aggregation
         2.5
     """
     if values_BT.shape != response_mask.shape or values_BT.dim() != 2:
-        raise ConfigurationError(
-            f"values have shape {tuple(values_BT.shape)}, the mask {tuple(response_mask.shape)}",
-            allowed="one shape [responses, tokens] for both",
-            remedy="Pad them to the same width.",
-        )
+        shapes = {"values": tuple(values_BT.shape), "mask": tuple(response_mask.shape)}
+        raise ConfigurationError(**filled(WORDS["mask's shape"], **shapes))
     valid = response_mask.bool()
     row_sums_B = torch.where(valid, values_BT, 0).sum(dim=-1)
     return (row_sums_B * row_scale(valid.sum(dim=-1), aggregation, values_BT.dtype)).sum()

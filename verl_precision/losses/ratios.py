@@ -12,8 +12,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from verl_precision.base.errors import ConfigurationError
+from verl_precision.base.errors import ConfigurationError, filled
 from verl_precision.losses.aggregation import Aggregation, row_scale
+from verl_precision.losses.settings import WORDS
 
 # Guard 1. A ratio is at most the root of its dtype's largest number, divided by HEADROOM: e^25.9 in float32, e^336.5 in
 # float64. The root, because the gradient's norm sums squares. HEADROOM leaves room for the factors of the ratio: the
@@ -91,11 +92,8 @@ def checked_batch(
             raise ConfigurationError(f"{name} is {got}", allowed=allowed, remedy=remedy)
         per_response = name == "advantages" and tensor.shape in (shape[:1], (*shape[:1], 1))
         if len(shape) != 2 or not (tensor.shape == shape or per_response):
-            raise ConfigurationError(
-                f"{name} has shape {tuple(tensor.shape)}, trainer_log_probs {tuple(shape)}",
-                allowed="[responses, tokens] for all of them (advantages also [responses] or [responses, 1])",
-                remedy="Pad them to the same width, or give each response one advantage.",
-            )
+            words = filled(WORDS["shapes"], name=name, shape=tuple(tensor.shape), first=tuple(shape))
+            raise ConfigurationError(**words)
     with torch.no_grad():
         dtype = torch.promote_types(trainer_log_probs.dtype, torch.float32)
         mask_BT = response_mask.bool()

@@ -22,7 +22,7 @@ THRESHOLD = f"{ACTOR}.policy_loss.rollout_correction.rollout_is_threshold"
 REJECTION_THRESHOLD = f"{ACTOR}.policy_loss.rollout_correction.rollout_rs_threshold"
 WEIGHT_THRESHOLD = "algorithm.rollout_correction.rollout_is_threshold"
 NORM_MODE = "seq-mean-token-sum-norm"
-_WORDS = table_of(__file__, "settings.json")
+WORDS = table_of(__file__, "settings.json")
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Bounds:
 
 
 # Below 1, C would truncate or reject responses that are exactly on-policy (ratio 1).
-require_threshold = Bounds(lambda threshold: threshold >= 1, _WORDS["threshold"])
-require_divergence = Bounds(lambda divergence: divergence > 0, _WORDS["divergence"])
-require_clip_low = Bounds(lambda low: 0 < low <= 1, _WORDS["clip_low"])
-require_clip_high = Bounds(lambda high: high > 0, _WORDS["clip_high"])
-require_gap_penalty = Bounds(lambda beta: beta > 0, _WORDS["gap_penalty"])
-require_normalizer = Bounds(lambda normalizer: normalizer > 0, _WORDS["normalizer"])
+require_threshold = Bounds(lambda threshold: threshold >= 1, WORDS["threshold"])
+require_divergence = Bounds(lambda divergence: divergence > 0, WORDS["divergence"])
+require_clip_low = Bounds(lambda low: 0 < low <= 1, WORDS["clip_low"])
+require_clip_high = Bounds(lambda high: high > 0, WORDS["clip_high"])
+require_gap_penalty = Bounds(lambda beta: beta > 0, WORDS["gap_penalty"])
+require_normalizer = Bounds(lambda normalizer: normalizer > 0, WORDS["normalizer"])
 
 
 @dataclass(frozen=True)
@@ -104,21 +104,21 @@ def require_band(value: object, setting: str) -> tuple[float, float]:
     except ValueError:
         low = high = 0.0
     if not 0 < low < 1 < high < math.inf:
-        raise ConfigurationError(setting=setting, value=value, **_WORDS["band"])
+        raise ConfigurationError(setting=setting, value=value, **WORDS["band"])
     return low, high
 
 
 def require_bypass(value: object, loss: str) -> None:
     """Require the marker that tells a worker that the old log-probs are the rollout's, which this loss needs."""
     if value is not True:
-        words = filled(_WORDS["bypass"], loss=loss, preset=loss.removeprefix("vp_"))
+        words = filled(WORDS["bypass"], loss=loss, preset=loss.removeprefix("vp_"))
         raise ConfigurationError(value=value, **words)
 
 
 def require_plain_weights(normalised: object, level: str) -> None:
     """Require that verl does not normalise the weights of a level of `rollout_weights.WEIGHT_KINDS`."""
     if normalised:
-        raise ConfigurationError(value=normalised, **filled(_WORDS["plain"], level=level))
+        raise ConfigurationError(value=normalised, **filled(WORDS["plain"], level=level))
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ EXTREME_GAP = 0.95  # |π - μ| of a single token
 MOST_CLIPPED = 0.01  # share of phantom-clipped tokens
 FEWEST = 0.2  # least effective sample size, or kept share; below, too few responses (or tokens) give the gradient
 MOST_SILENT = 0.99  # share of the responses without an advantage, or a gradient; above, the batch teaches nothing
+FEWEST_ACCEPTED = 0.3  # least share of the drafted tokens; below, drafts cost about as much as they save, or more
 MOST_NOISE = 0.5  # part of a teacher's squared signal that the student's own two engines make; above, most is noise
 # The gap between two packings: at most 2 gaps to the rollout if both are as near to it; and 0.1 nats is half
 # of PPO's clip range, for a policy that did not change.
@@ -42,7 +43,7 @@ NOT_FINITE = {
 # One step with another policy than the trainer's is suspicious; two exclude that the batch had only a few tokens.
 PATIENCE = {
     **dict.fromkeys(NOT_FINITE, 3),
-    **dict.fromkeys(("extreme_prob_gap", "phantom_clipping", "low_effective_sample_size"), 5),
+    **dict.fromkeys(("extreme_prob_gap", "phantom_clipping", "low_effective_sample_size", "draft_rejected"), 5),
     **{"repeated_overflow": 10, "loss_scale_at_minimum": 1, "policies_differ": 2},
     **{"no_signal": 10, "teacher_is_noise": 10, "trainer_disagrees_with_itself": 2},
 }
@@ -135,6 +136,7 @@ LIMITS: dict[str, list[Limit]] = {
         Limit(names.LOG_PROB_GAP, lambda x: x > SYNC_GAP, f"one policy has at most {SYNC_GAP:g} nats"),
     ],
     "no_signal": [Limit(key, lambda x: x > MOST_SILENT, "allowed up to 0.99 of the responses") for key in names.SILENT],
+    "draft_rejected": [Limit(names.DRAFT_ACCEPTANCE, lambda x: x < FEWEST_ACCEPTED, f"at least {FEWEST_ACCEPTED:g}")],
     "teacher_is_noise": [Limit(names.NOISE_SHARE, lambda x: x > MOST_NOISE, f"allowed up to {MOST_NOISE:g}")],
     "trainer_disagrees_with_itself": [
         Limit(names.SELF_GAP_RATIO, lambda x: x > SELF_RATIO, f"allowed up to {SELF_RATIO:g} gaps to the rollout"),

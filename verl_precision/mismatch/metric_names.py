@@ -30,6 +30,7 @@ SAMPLE_SIZES = {WEIGHT_ESS: "responses", KEPT_RESPONSES: "responses", TOKEN_WEIG
 SELF_GAP = "mismatch/self_gap_abs_mean"
 SELF_GAP_RATIO = "mismatch/self_gap_ratio"
 NOISE_SHARE = "distillation/noise_share"
+DRAFT_ACCEPTANCE = "weight_sync/draft_acceptance"
 SILENT = ZERO_ADVANTAGE, ZERO_GRADIENT = "signal/zero_advantage_responses", "zero_gradient_fraction"
 LOSS_SCALE = "precision/loss_scale"
 SKIPPED_STEPS = "precision/skipped_steps"

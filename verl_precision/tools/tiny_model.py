@@ -25,6 +25,8 @@ _SHAPE: dict[str, Any] = _KNOWN["shape"]
 # architecture -> (transformers model type, settings that differ from _SHAPE)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = _KNOWN["architectures"]
 SEED = 0
+# model type -> the further tokens that verl's agent loop needs of its family
+_NEEDED: dict[str, list[str]] = _KNOWN["needed_tokens"]
 
 
 def settings(architecture: str) -> tuple[str, dict[str, Any]]:
@@ -41,8 +43,9 @@ def build_tiny_model(architecture: str, folder: Path) -> None:
     model_type, values = settings(architecture)
     if os.path.lexists(folder):
         raise ConfigurationError(f"{folder} exists; nothing was written. Name a new folder.")
+    tokenizer = build_tokenizer(_CHAT_TEMPLATE, VOCABULARY + _NEEDED.get(model_type, []), model_type=model_type)
     with new_folder(folder) as scratch:
-        save(random_model(model_type, values), build_tokenizer(_CHAT_TEMPLATE, model_type=model_type), values, scratch)
+        save(random_model(model_type, values), tokenizer, values, scratch)
 
 
 def random_model(model_type: str, values: dict[str, Any], seed: int = SEED) -> Any:
@@ -73,7 +76,7 @@ def cached_tiny_model(architecture: str) -> Path:
     everything that the content depends on.
     """
     hosts = [version("torch"), version("transformers")]
-    identity = json.dumps([settings(architecture), VOCABULARY, _CHAT_TEMPLATE, SEED, hosts])
+    identity = json.dumps([settings(architecture), VOCABULARY, _NEEDED, _CHAT_TEMPLATE, SEED, hosts])
     cache = Path(os.environ.get("VERL_PRECISION_CACHE", Path.home() / ".cache" / "verl_precision"))
     folder = cache / "tiny_models" / f"{architecture}-{sha256(identity.encode()).hexdigest()[:12]}"
     if not folder.exists():

@@ -28,10 +28,20 @@ class SyncReport:
     unverified_layers: int = 0  # unknown layout, or quantised; without layers that a later sync verifies
     seconds: float = 0.0  # time that the worker spent on verification
     weights_digest: int = 0  # 40 bits of the digests of the received tensors: equal for equal weights
+    draft_layers: int = 0  # layers of a draft (speculative decoding) that are not the policy's
+    draft_layers_unchanged: int = 0  # of these, the layers with the bits of the sync before
+    drafted_tokens: int = 0  # since the sync before
+    accepted_tokens: int = 0  # drafted, and sampled by the policy
 
     def metrics(self) -> dict[str, float]:
-        """Return the report as metrics."""
-        return {f"weight_sync/{name}": float(value) for name, value in asdict(self).items()}
+        """Return the report as metrics; without a draft there are none of a draft."""
+        numbers = {name: float(value) for name, value in asdict(self).items()}
+        drafted, accepted = numbers.pop("drafted_tokens"), numbers.pop("accepted_tokens")
+        if drafted:
+            numbers["draft_acceptance"] = accepted / drafted
+        elif not self.draft_layers:
+            del numbers["draft_layers"], numbers["draft_layers_unchanged"]
+        return {f"weight_sync/{name}": value for name, value in numbers.items()}
 
     def write(self, path: str) -> bool:
         """Write the report to a file, complete or not at all; return whether this host is the one that reads it."""

@@ -38,9 +38,10 @@ def test_beside_a_fault_nothing_is_done(fault):
     assert begun(remedy(), [{**ESS, fault: 1}] * 20) == []
 
 
-def test_every_alarm_but_four_is_curable_or_a_fault():
-    """Of the others one stands in healthy BF16 runs of the paper; the causes of three are no precision of the loss."""
-    others = {"extreme_prob_gap", "no_signal", "teacher_is_noise", "trainer_disagrees_with_itself"}
+def test_every_alarm_but_five_is_curable_or_a_fault():
+    """Of the others one stands in healthy BF16 runs of the paper; the causes of four are no precision of the loss."""
+    others = {"extreme_prob_gap", "no_signal", "teacher_is_noise", "draft_rejected"}
+    others |= {"trainer_disagrees_with_itself"}
     assert set(ADVICE) - {*CURABLE, *FAULTS} == others and not {*CURABLE} & {*FAULTS}
 
 

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import uuid
 from itertools import groupby
+from pathlib import Path
 from unittest.mock import Mock
 
 import psutil
@@ -16,15 +17,7 @@ from verl_precision.base.errors import RunFailedError
 from verl_precision.tools.runs import launch
 
 # Lines as verl 0.9.1, Ray 2.60 and vLLM 0.28 print them, one a stage.
-LOG = [
-    "INFO:2026-11-21 04:07:21,712:verl_precision 0.1.0 loaded into verl 0.9.1",
-    "2026-11-21 04:07:31,150 INFO worker.py:2029 -- Started a local Ray instance.",
-    "(TaskRunnerV1 pid=1) INFO:train and validate dataloader initialized, train dataset size: 64",
-    "(WorkerDict pid=2) INFO:Platform override from VERL_PLATFORM: cpu",
-    "(vLLMHttpServer pid=3) WARNING 11-21 04:08:33 [vllm.py:1285] Enforce eager set",
-    "(vLLMHttpServer pid=3) (EngineCore pid=4) WARNING Model Runner V2 requires Triton",
-    "(AgentLoopWorkerTQ pid=5) Using dataset class: RLHFDataset",
-]
+LOG = Path(__file__).with_suffix(".txt").read_text().splitlines()
 RECIPE = "recipes/quickstart/quickstart.yaml"
 
 

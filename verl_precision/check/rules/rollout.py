@@ -144,6 +144,18 @@ def sampling_masks(config: DictConfig, environment: Environment) -> Iterator[Fau
         yield Fault(actor.ulysses[0], "each rank then has only a part of each sequence", "1")
 
 
+@rule("draft-not-sent", "warning")
+def draft_not_sent(config: DictConfig, environment: Environment) -> Iterator[Fault]:
+    """verl sends each weight to an MTP draft as well. FSDP's models have no MTP layer; other drafts get nothing."""
+    mtp, given = config.actor_rollout_ref.model.get("mtp") or {}, engine_kwargs(config).get("speculative_config") or {}
+    load = config.actor_rollout_ref.rollout.load_format
+    if mtp.get("enable") and mtp.get("enable_rollout"):
+        if engines(config)[0].strategy in FSDP:
+            yield Fault.worded("draft-not-sent", "actor_rollout_ref.model.mtp.enable_rollout", load=load)
+    elif isinstance(given, DictConfig) and given.get("model"):
+        yield Fault.worded("draft-not-sent", f"{ROLLOUT}.engine_kwargs.vllm.speculative_config", load=load)
+
+
 @rule("adapter-not-loadable")
 def adapter_not_loadable(config: DictConfig, environment: Environment) -> Iterator[Fault]:
     """To load LoRA adapters verl calls a method of vLLM that vLLM has since renamed."""

@@ -6,6 +6,8 @@
   reload restores each layer's parameters, loads and repacks. The reload leaves out layers that share another layer's
   parameter (tied output head), and experts, packed only while their kernel is built. This module repacks both.
 - Up to vLLM 0.29 the CPU experts do not return their choice of experts. This module captures the choice.
+- With drafts, vLLM's kernel on a CPU writes the temperature of each token into a copy that is dropped, so that what it
+  samples, and the log-probs, come from memory that nobody wrote (vllm#55005). This module computes the expansion.
 """
 
 import contextlib
@@ -15,7 +17,8 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from verl_precision.base.errors import WeightSyncError
 from verl_precision.base.extensions import features_asked_for
@@ -79,6 +82,11 @@ def capture_choices(cpu_moe: ModuleType) -> None:
     wrap_once(cpu_moe.__name__, "CPUUnquantizedExperts._select_experts", _captured)
 
 
+def expand_for_drafts(cpu_model_runner: ModuleType) -> None:
+    """Wrap vLLM's expansion of a response's sampling parameters to its drafted tokens, for a CPU."""
+    wrap_once("vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens", _expanded)
+
+
 def bind_again(model_runner: Any) -> None:
     """Attach the capture of choices to the experts' kernels, which a reload on a CPU has rebuilt."""
     if getattr(model_runner, "routed_experts_initialized", False):
@@ -96,6 +104,15 @@ def _captured(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if instance.routing_replay_capture_fn is not None:
         instance.routing_replay_capture_fn(experts)
     return weights, experts
+
+
+def _expanded(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    def expand(x: Tensor, ends: Tensor, tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
+        replaced = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+        return replaced.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=tokens)
+
+    names = {"cu_num_tokens": "ends", "num_tokens": "tokens"}
+    return expand(*args, **{names.get(name, name): value for name, value in kwargs.items()})
 
 
 @contextlib.contextmanager

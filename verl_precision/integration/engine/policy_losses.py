@@ -62,13 +62,7 @@ class AdaptedLoss:
         """Call the loss with [B, T] tensors and verl's ActorConfig, whose `global_batch_info` `ppo_loss` has filled."""
         needs = self.entry.parameters
         if rollout_is_weights is not None and "rollout_is_weights" not in needs:
-            raise ConfigurationError(
-                "algorithm.rollout_correction.rollout_is computes weights, but this loss does not take them",
-                setting="actor_rollout_ref.actor.policy_loss.loss_mode",
-                value=self.name,
-                allowed="a loss that takes rollout weights, or no rollout weights",
-                remedy="Set algorithm.rollout_correction.rollout_is=null.",
-            )
+            raise ConfigurationError(value=self.name, **limits.WORDS["weights not taken"])
         if "rollout_log_probs" in needs:
             correction = config.policy_loss.get("rollout_correction", None) or {}
             limits.require_bypass(correction.get("bypass_mode", None), self.name)

@@ -20,6 +20,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl_precision.base.errors import WeightSyncError
 from verl_precision.base.loggers import weight_sync as logger
 from verl_precision.integration.cpu.vllm_on_cpu import bind_again, layerwise_reload
+from verl_precision.integration.rollout.draft import Draft, draft_of
 from verl_precision.integration.rollout.load_recorder import Sync, choose_layers, comparable, record_loads
 from verl_precision.integration.rollout.weight_socket import own_path
 from verl_precision.weight_sync import manifest, verify
@@ -38,6 +39,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
     """verl's worker extension that verifies each weight sync; see the module's docstring."""
 
     _sync: Sync | None = None
+    _draft: Draft | None = None
     _sync_index = 0
     _without_adapter = 0  # streams of base weights since the latest adapter
     _encoded: "dict[str, weakref.ref[Tensor]]" = {}  # outputs of encoders that were cached when the latest sync ended
@@ -75,6 +77,7 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         model: Any = self.model_runner.model
         self._without_adapter = self._without_adapter + 1 if sync.peft_config is None else 0
         try:
+            self._draft = self._draft if self._sync_index else draft_of(self.model_runner)
             sync.problems += self._old_encoder_outputs() if self._sync_index else []
             if sync.peft_config is None and not self._is_quantised():
                 sync.parameters = {name for name, _ in model.named_parameters()}
@@ -88,6 +91,8 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         """Add the problems of a sync that has ended."""
         model: Any = self.model_runner.model
         sync.problems += self._arrival_problems(sync) + self._delivery_problems()
+        if self._draft is not None:
+            self._draft.add_to(sync.report)
         if sync.peft_config is not None:
             sync.problems += self._adapter_problems(sync, sync.peft_config)
         elif sync.parameters is not None:

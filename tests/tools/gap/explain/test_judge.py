@@ -4,6 +4,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
+from cases import cases
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -157,17 +158,10 @@ def test_raw_log_probs_know_neither_temperature_nor_truncation():
 ])  # fmt: skip
 def test_neighbours_differ_in_what_the_cause_says(case):
     chain = variants(job(**case))
-    may_change = {  # that of weights too where these are those that the dtype held
-        "temperature": {"tempered"}, "sampling": {"processed"}, "cache": {"cached"}, "decode": {"draws", "processed"},
-        "batch": {"alone"}, "cuda_graphs": {"compiled"}, "rollout_precision": {"dtype", "rounded_to"},
-        "engine": {"engine", "rounded_to"}, "weights": {"model"},
-        "weight_rounding": {"rounded_to"}, "trainer_precision": {"dtype", "rounded_to", "model"},
-        "attention": {"attention"}, "output_head": {"fp32_output_head"}, "log_probs": {"fp32_log_probs"},
-        "layout": {"alone", "packed"},
-    }  # fmt: skip
+    may_change = cases(__file__, "may_change")
     for before, after in zip(chain, chain[1:], strict=False):
         changed = {f.name for f in fields(after) if getattr(before, f.name) != getattr(after, f.name)}
-        assert changed - {"name", "cause", "words"} <= may_change[after.cause], after.name
+        assert changed - {"name", "cause", "words"} <= {*may_change[after.cause]}, after.name
 
 
 @pytest.mark.parametrize("train", ["bf16", "fp16", "fp32"])
