@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 ############################ user-adjustable ############################
 PYTHON=${PYTHON:-python}
-ARMS=${ARMS:-bf16 fp16 mixed exact bf16_topk fp16_topk near_bf16 near_fp16} # or all: three more
+ARMS=${ARMS:-near_fp16 near_bf16 bf16 fp16 exact bf16_topk} # or all: five more
 #########################################################################
 
 export VERL_PLATFORM=cpu

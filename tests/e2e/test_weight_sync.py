@@ -73,3 +73,13 @@ def test_without_the_repair_a_tied_head_is_stale_and_the_guard_names_it(tmp_path
     assert min(equal["repaired"]) > 0.99 and max(equal["unguarded"]) < 0.5
     (log,) = tmp_path.glob("tied_head/*/guarded/train.log")
     assert "Weight sync 0 did not take: lm_head: its kernel computes with a packed copy" in log.read_text()
+
+
+@pytest.mark.matrix
+def test_a_draft_that_fsdp_does_not_train_is_rejected_and_the_samples_are_the_policys(run_quickstart):
+    mtp = [f"actor_rollout_ref.model.mtp.{key}=True" for key in ("enable", "enable_rollout")]
+    rows = run_quickstart("precision=fp32", "tiny_architecture=glm4_moe", *mtp, "trainer.total_training_steps=6")
+    assert rows[-1]["alarm/active_count"] == 1  # draft_rejected
+    for row in rows[1:]:  # a draft of random numbers hits one token in 101
+        assert row["weight_sync/draft_acceptance"] < 0.05 and row["mismatch/k3_kl"] < 1e-10
+        assert row["weight_sync/draft_layers_unchanged"] == row["weight_sync/draft_layers"] == 10

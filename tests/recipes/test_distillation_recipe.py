@@ -37,10 +37,12 @@ def test_verl_takes_each_arm_and_teacher_and_trainer_have_one_precision_but_in_t
     assert (teacher == student) is (config.actor_rollout_ref.actor.optim.lr == 0) is not arm.startswith("near")
 
 
-def test_the_script_names_the_arms():
+def test_the_script_names_the_arms_but_five_that_take_it_above_ten_minutes():
     script = RECIPE.with_name("run_teacher_qwen3_cpu.sh").read_text()
     (line,) = [line for line in script.splitlines() if line.startswith("ARMS=")]
-    assert line.partition(":-")[2].strip("}").split() == list(ARMS)
+    more = {"mixed", "exact_cool", "bf16_topk_verls", "fp16_topk", "exact_topk"}
+    named = line.partition(":-")[2].partition("}")[0].split()
+    assert sorted([*named, *more]) == sorted(ARMS) and named[0].startswith("near"), "the longest first"
 
 
 def test_the_table_has_twice_k3_beside_the_signal(tmp_path, reader):
