@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Length alone: one model, four lengths of reasoning, two precisions, two estimators | trainer: FSDP2 | rollout: vLLM | a CPU
-# Writes the task, then trains. After an interruption the same command continues: finished runs are kept.
+# Writes the task, then trains. The same command continues after an interruption, and never repeats a finished run.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -25,4 +25,4 @@ done
 for SEED in $SEEDS; do
     CHOICES+=(--seed "$SEED")
 done
-"$PYTHON" -m verl_precision.cli compare recipes/reasoning_length/reasoning_length.yaml "${CHOICES[@]}" --parallel 2 "$@"
+"$PYTHON" -m verl_precision.cli compare recipes/reasoning_length/reasoning_length.yaml "${CHOICES[@]}" --parallel 2 --once "$@"

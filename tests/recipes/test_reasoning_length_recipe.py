@@ -110,7 +110,7 @@ def test_an_arm_is_a_precision_an_estimator_and_a_length_and_the_script_names_th
     assert task == "cpu recipes/reasoning_length/make_task.py outputs/reasoning_length/task"
     named = " ".join(f"--arm {precision}_{estimator}_{tokens}" for tokens, estimator, precision in every)
     recipe = "cpu compare recipes/reasoning_length/reasoning_length.yaml"
-    assert run == f"{recipe} {named} --seed 1 --seed 2 --parallel 2 actor_rollout_ref.actor.optim.lr=1e-3"
+    assert run == f"{recipe} {named} --seed 1 --seed 2 --parallel 2 --once actor_rollout_ref.actor.optim.lr=1e-3"
 
 
 def test_log_and_pages_have_what_the_recorded_runs_say(reader, root, tmp_path):

@@ -85,8 +85,7 @@ class EnginePair:
             # A cache of 64 blocks: megabytes instead of the 1 GB.
             settings |= {"max_model_len": 128, "gpu_memory_utilization": 0.1, "num_gpu_blocks_override": 64}
             settings |= {"mamba_ssm_cache_dtype": "float32"}  # of gated delta nets, which a CPU has with such a state
-            settings |= {"worker_extension_cls": EXTENSION, "logprobs_mode": "processed_logprobs"}  # verl's mode
-            settings |= arguments
+            settings |= {"worker_extension_cls": EXTENSION, "logprobs_mode": "processed_logprobs"} | arguments
             self.engines = [LLM(**settings, seed=rank) for rank in range(replicas)]  # another dummy model a replica
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.tokens = canary_tokens(self.model.config.vocab_size, (0, 1, 2), sequences=2, tokens=32)

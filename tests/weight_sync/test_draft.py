@@ -23,11 +23,10 @@ def counted(engine) -> tuple[float, float]:
 @torch.no_grad()
 def largest_gap(pair: EnginePair) -> float:
     """Sample, and compare the served log-probs with the trainer's."""
-    prompts = pair.tokens[:, :16].tolist() * 16
-    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-    given = [output.outputs[0] for output in pair.engines[0].generate(asked, SAMPLING, use_tqdm=False)]
-    tokens = torch.tensor([[*prompt, *one.token_ids] for prompt, one in zip(prompts, given, strict=True)])
-    served = torch.tensor([[next(iter(each.values())).logprob for each in one.logprobs] for one in given])
+    prompts = [{"prompt_token_ids": row} for row in pair.tokens[:, :16].tolist() * 16]
+    given = pair.engines[0].generate(prompts, SAMPLING, use_tqdm=False)
+    tokens = torch.tensor([[*one.prompt_token_ids, *one.outputs[0].token_ids] for one in given])
+    served = torch.tensor([[next(iter(each.values())).logprob for each in one.outputs[0].logprobs] for one in given])
     scored = (pair.model(input_ids=tokens).logits[:, 15:-1] / SAMPLING.temperature).log_softmax(-1)
     return float((scored.gather(-1, tokens[:, 16:, None]).squeeze(-1) - served).abs().max())
 

@@ -40,8 +40,7 @@ def test_beside_a_fault_nothing_is_done(fault):
 
 def test_every_alarm_but_five_is_curable_or_a_fault():
     """Of the others one stands in healthy BF16 runs of the paper; the causes of four are no precision of the loss."""
-    others = {"extreme_prob_gap", "no_signal", "teacher_is_noise", "draft_rejected"}
-    others |= {"trainer_disagrees_with_itself"}
+    others = {*"extreme_prob_gap no_signal teacher_is_noise draft_rejected trainer_disagrees_with_itself".split()}
     assert set(ADVICE) - {*CURABLE, *FAULTS} == others and not {*CURABLE} & {*FAULTS}
 
 

@@ -107,12 +107,14 @@ def _captured(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _expanded(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    def expand(x: Tensor, ends: Tensor, tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
-        replaced = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
-        return replaced.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), output_size=tokens)
+    return _expand(*args, **kwargs)
 
-    names = {"cu_num_tokens": "ends", "num_tokens": "tokens"}
-    return expand(*args, **{names.get(name, name): value for name, value in kwargs.items()})
+
+def _expand(
+    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:  # fmt: skip
+    replaced = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return replaced.repeat_interleave(cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)), output_size=num_tokens)
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ def compare(
     parallel: Annotated[int, Option(min=1, help="Number of runs at a time. On a CPU each needs 8 GiB of memory.")] = 1,
     output: Annotated[Path, Option("--output", "-o", help="Results: FOLDER/<recipe>/<time>.")] = Path("outputs"),
     restart: Annotated[bool, Option("--restart", help="Start again, even if a comparison was interrupted.")] = False,
+    once: Annotated[bool, Option("--once", help="If it has finished before, show it and start nothing.")] = False,
     pass_score: Annotated[float | None, Option(help="Report which runs end with a mean reward above N.")] = None,
     pass_steps: Annotated[int, Option(min=1, help="With --pass-score: average the reward over the last N steps.")] = 4,
 ) -> None:
@@ -49,9 +50,9 @@ def compare(
     bar = None if pass_score is None else PassBar(pass_score, pass_steps)
     precisions, chosen = precision or ([] if arm else ["bf16", "fp16"]), overrides or []
     runs = check_arguments(config, precisions, chosen, estimator or [], arm or [], seed or [])
-    with comparison_folder(output / config.stem, command_of(config, runs, chosen), restart) as folder:
+    with comparison_folder(output / config.stem, command_of(config, runs, chosen), restart, once) as folder:
         if any(path.is_dir() for path in folder.iterdir()):  # the folder of a run
-            say(f"This comparison was interrupted; it continues in {folder}. To start again, add --restart.")
+            say(f"This comparison has begun before; it continues in {folder}. To start again, add --restart.")
         with after_ctrl_c(f"every process of the run has ended; the same command continues in {folder}"):
             compare_runs(config, runs, chosen, folder, console, bar, parallel)
 

@@ -199,6 +199,9 @@ def test_an_interrupted_comparison_goes_on_until_it_is_finished(tmp_path, comman
     finish(interrupted, "bf16", "fp16")
     with comparison_folder(tmp_path / "out", command()) as folder:
         assert folder != interrupted
+        finish(folder, "bf16", "fp16")
+    with comparison_folder(tmp_path / "out", command(), once=True) as again:
+        assert again == folder
 
 
 @pytest.mark.parametrize(("runs", "more", "anew", "text"), [

@@ -57,12 +57,12 @@ def command_of(recipe: Path, runs: Sequence[PlannedRun], overrides: Sequence[str
 
 
 @contextmanager
-def comparison_folder(parent: Path, command: dict[str, Any], anew: bool = False) -> Iterator[Path]:
-    """Yield the folder of an interrupted comparison with the same command, or a new folder; lock it meanwhile."""
+def comparison_folder(parent: Path, command: dict[str, Any], anew: bool = False, once: bool = False) -> Iterator[Path]:
+    """Yield a new folder, or that of an interrupted (`once`: any) comparison with the same command; lock it."""
     for path in () if anew else sorted(parent.glob(f"*/{COMMAND}"), reverse=True):
-        if _interrupted(path, command) and take(path.parent) is None:
+        if _goes_on(path, command, once) and take(path.parent) is None:
             try:
-                if _interrupted(path, command):  # again, now that this process has the lock
+                if _goes_on(path, command, once):  # again, now that this process has the lock
                     yield path.parent
                     return
             finally:
@@ -78,13 +78,13 @@ def comparison_folder(parent: Path, command: dict[str, Any], anew: bool = False)
         release(path.parent)
 
 
-def _interrupted(path: Path, command: dict[str, Any]) -> bool:
+def _goes_on(path: Path, command: dict[str, Any], once: bool) -> bool:
     try:
         recorded = read_state(path, dict[str, Any], _REMEDY)
     except CheckpointStateError as error:  # the command of the folder is not known
         logger.warning("an earlier comparison is ignored: %s", error)
         return False
-    return recorded == command and not seconds_of_runs(path.parent).keys() >= command["runs"].keys()
+    return recorded == command and (once or not seconds_of_runs(path.parent).keys() >= command["runs"].keys())
 
 
 def seconds_of_runs(folder: Path) -> dict[str, float]:
