@@ -92,7 +92,9 @@ class VerifiedWeightSyncExtension(vLLMColocateWorkerExtension):
         model: Any = self.model_runner.model
         sync.problems += self._arrival_problems(sync) + self._delivery_problems()
         if self._draft is not None:
+            start = time.perf_counter()
             self._draft.add_to(sync.report)
+            sync.report.seconds += time.perf_counter() - start
         if sync.peft_config is not None:
             sync.problems += self._adapter_problems(sync, sync.peft_config)
         elif sync.parameters is not None:

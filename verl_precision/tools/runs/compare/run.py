@@ -1,8 +1,8 @@
 """A comparison from end to end: its folder, the runs of its grid, progress and results on the terminal, and the files.
 
-The folder is new, or the folder of an interrupted comparison with the same command. `comparison.json` has the command
-of a folder, and `base/owner.py` locks the folder while that command runs. A comparison is finished when its
-`summary.json` has every run.
+The folder is new, or that of an interrupted comparison with the same command; with `--once` also of a finished one.
+`comparison.json` has the command of a folder, and `base/owner.py` locks the folder while that command runs. A
+comparison is finished when its `summary.json` has every run.
 """
 
 import hashlib
